@@ -55,7 +55,7 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
-# For each precision and other side: the lowest allowed ratio of the job's tokens/s to the other side's tokens/s.
+# The lowest allowed ratio (job's tokens/s) / (other side's tokens/s), by precision and other side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
@@ -89,7 +89,7 @@ class Job:
         return OpenWorker(self.worker.make, self.worker.model, self.worker.encoder)
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
-        """Embed all texts. Return the measurement and the table that the job wrote. The texts have `tokens` tokens."""
+        """Embed all texts, `tokens` tokens in all. Return the measurement and the written table."""
         with (
             tempfile.TemporaryDirectory() as folder,
             EmbedJob(
@@ -142,8 +142,8 @@ class Sides:
         Raises:
             DeviceError: This CPU does not support the precision.
             EngineMissing: The engine is not installed.
-            SystemExit: This program does not support the model's pooling, the texts of the job's output differ from the
-                input, or the vectors of a side differ from the vectors of the float32 ceiling.
+            SystemExit: This program does not support the model's pooling. Or the texts of the job's output differ from
+                the input. Or a side's vectors differ from the float32 ceiling's vectors.
         """
         engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, engine)
@@ -152,7 +152,7 @@ class Sides:
         self._stack.callback(job.worker.close)
         table = job.run(self._workload.tokens)[1]
         if table["text"].to_pylist() != self._workload.texts:
-            raise SystemExit("the rows of the job's output do not have the same texts as the input in the same order")
+            raise SystemExit("the texts of the job's output are not the texts of the input in the same order")
         vectors = [np.array(table["vector"][index].as_py(), np.float32) for index in self._indices]
         label = f"job, Parquet to Parquet, {engine.engine}, {engine.precision}, {job.budget} padded tokens"
         self._add(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]), vectors)

@@ -1,4 +1,4 @@
-"""Compares encserve with the fastest batches of the same model, and with other ways to run the model.
+"""Compares encserve with ONNX Runtime alone, and with other ways to run the same model.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
                             [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
@@ -95,7 +95,7 @@ def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
 
 
 class Sides:
-    """All sides except the ceiling. The sides' hidden states are compared with those of ONNX Runtime.
+    """All sides except the ceiling. The sides' hidden states are compared with ONNX Runtime's hidden states.
 
     Attributes:
         sides: The sides.

@@ -1,4 +1,4 @@
-"""Measures which batch size and which number of simultaneous batches are fastest on a GPU.
+"""Finds the fastest batch size and the fastest number of simultaneous batches on a GPU.
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
@@ -7,9 +7,9 @@ sequences have the lengths of real texts. A lane runs one batch at a time. A set
 number of lanes. Each round runs all settings in random order. The first part measures several batch sizes with two
 lanes. The second part measures several numbers of lanes with the fastest batch size.
 
-Before these parts, the hidden states of every model on the device are compared with the first model on the CPU. If a
-setting fails, for example because the device's memory is full, the setting is left out. The program needs
-encserve-server[gpu], or encserve-server[cpu] for --device cpu.
+First, the program runs the first model on the CPU. The hidden states of every model on the device are compared with
+this run. If a setting fails, for example because the device's memory is full, the setting is left out. The program
+needs encserve-server[gpu], or encserve-server[cpu] for --device cpu.
 """
 
 import argparse
@@ -141,7 +141,7 @@ class Device:
             return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """Print the least cosines of hidden states: device against CPU, and in a batch against alone."""
+        """Print the lowest cosines of hidden states: device against CPU, and batches against single sequences."""
         first = next(iter(self.bundles.values()))
         sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:

@@ -40,10 +40,10 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# For each precision and peer: the lowest allowed ratio of encserve's tokens/s, with 64 callers, to the peer's tokens/s.
+# The lowest allowed ratio (encserve's tokens/s with 64 callers) / (peer's tokens/s), by precision and peer.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-# The lowest allowed cosine between hidden states from ONNX Runtime and from a server of --server. The flags of such a
-# server may choose a lower precision.
+# The lowest allowed cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of
+# such a server may choose a lower precision.
 LEAST_COSINE = 0.999
 IDLE_SECONDS = 3.0
 IDLE_SHARE = 0.05  # warn if all idle servers together use a larger share of one CPU
@@ -261,7 +261,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, print the report, write it to the file of --json, and exit with 1 if a peer is missing."""
+    """Compare, print the report, and write it to the file of --json. Exit with 1 if a peer is missing."""
     report = run_comparison(compare, read_arguments(arguments))
     print_missing(report["missing"])
     for peer, found in report["peers"].items():

@@ -5,8 +5,8 @@
 
 `measure` starts servers, calls them with the load generator of `encserve bench`, and writes all numbers to FILE. FILE
 is JSON. A part is a list of points, for example one point for each number of callers. Each round measures every point
-once, in random order. If FILE exists, the parts in FILE that are not measured again stay unchanged. `draw` makes the
-plots of docs/performance.md.
+once, in random order. Parts of an existing FILE stay, unless they are measured again. `draw` makes the plots of
+docs/performance.md.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration of a p99 measurement, because a p99 needs some hundred calls
-# Tokens of a call, and the server's least speed. They give the duration of the warm-up: a caller's first call may wait
-# for the first calls of all other callers.
+# The tokens of a call, and the lowest speed of a server. In the warm-up, a caller's first call may wait for the first
+# calls of all other callers. These two numbers give the longest such wait.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -130,7 +130,7 @@ def by_sequence_tokens(bench: Bench) -> list[dict[str, Any]]:
 
 
 def by_server_flag(bench: Bench, flag: str, values: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. Each value has its server."""
+    """Measure the tokens/s and the p50 of 64 callers for each value of a flag. Each value gets its own server."""
     name = flag.removeprefix("--intra-op-").removeprefix("--").replace("-", "_")
     with ExitStack() as stack:
         servers = {value: stack.enter_context(bench.server(flag, str(value))) for value in values}
@@ -195,7 +195,10 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
 
 def overload(bench: Bench) -> list[dict[str, Any]]:
-    """Send three times the calls per second of 64 callers. Count the replies, and measure the time until a refusal."""
+    """Send three times as many calls per second as 64 callers reach.
+
+    Count the replies, and measure the time until a refusal.
+    """
     with bench.server("--tune-batches", "--max-queue-tokens", "8192") as server:
         calls = bench.calls(server)
 

@@ -47,7 +47,7 @@ def _values(field: "dataclasses.Field[Any]", hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return "text; repeat the flag for several, or separate them with spaces in the variable"
+        return "text; for several values, repeat the flag, or separate the values by spaces in the variable"
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
     if maximum is not None:
         return f"{WORDS[hint]}, {minimum:g} to {maximum:g}"

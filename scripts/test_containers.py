@@ -227,7 +227,7 @@ def restart(engine: Engine, service: str) -> None:
 def check_one_server(engine: Engine, services: list[str]) -> None:
     """Check one server with Prometheus: vectors, confinement, metrics and a restart under load.
 
-    Confinement: the container has no privileges and tools that an attacker could use.
+    Confinement: the container has no privileges and no tools that an attacker could use.
     """
     start(engine, "cpu", services)
     step("check the token ids, norms and cosines of real text")

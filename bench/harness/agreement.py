@@ -1,4 +1,4 @@
-"""Compares the hidden states or vectors of a side with those of a reference.
+"""Compares the hidden states or vectors of a side with the rows of a reference.
 
 A side is one way to run the model.
 """

@@ -72,7 +72,7 @@ class Comparison:
         )
 
     def measure(self, sides: Sequence[Side]) -> Found:
-        """Run every side once a round, in random order."""
+        """In each round, run every side once, in random order."""
         patience = Patience(self.options.patience, lambda: OtherWork().share)
         return measure(sides, self.options.rounds, self.options.seed, patience, _print_round)
 

@@ -114,7 +114,7 @@ class Served:
         If `by_batch` is true, count the tokens of the server's batches instead.
 
         Raises:
-            RuntimeError: A call failed, or no call was answered.
+            RuntimeError: A call failed, or the server answered no call.
         """
         load = Load(
             concurrency=callers,

@@ -95,7 +95,10 @@ class OtherWork:
         return min(max(0.0, busy - own) / total, 1.0) if total else 0.0
 
     def _read(self) -> tuple[float, float, float] | None:
-        """Return the CPU seconds so far: all, busy, and of this process tree; None if /proc/stat does not exist."""
+        """Return three times in seconds: all CPU time, busy CPU time, and CPU time of this process tree.
+
+        Return None if /proc/stat does not exist.
+        """
         try:
             # user, nice, system, idle, iowait, irq, softirq, steal
             times = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

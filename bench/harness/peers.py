@@ -122,8 +122,8 @@ def _triton(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
         yield replace(setting, versions=versions | setting.versions, is_default=instances == 1)
 
 
-# Without options, infinity does not use BetterTransformer, because `pip install infinity-emb[all]` installs optimum 2,
-# and optimum 2 does not contain BetterTransformer.
+# `pip install infinity-emb[all]` installs optimum 2, which does not contain BetterTransformer. So without options,
+# infinity does not use BetterTransformer.
 INFINITY_DEFAULT = "no BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),

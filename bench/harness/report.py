@@ -99,7 +99,7 @@ def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> 
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """Return for each side the ratios of this server's numbers to the numbers of the other checkout's server."""
+    """For each side, return this server's numbers divided by the numbers of the other checkout's server."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),

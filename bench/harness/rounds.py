@@ -43,7 +43,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
-        """Return the median latency of calls with at least `min_tokens`; None if there are no such calls."""
+        """Return the median latency of calls with at least `min_tokens`; None without such calls."""
         seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 
@@ -119,7 +119,7 @@ def measure(
     patience: Patience = NO_PATIENCE,
     on_round: Callable[[int, Mapping[str, Measurement]], None] = lambda *_: None,
 ) -> dict[str, list[Measurement]]:
-    """Run every side once a round, in random order.
+    """In each round, run every side once, in random order.
 
     Args:
         sides: The sides.

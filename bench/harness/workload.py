@@ -84,7 +84,7 @@ def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workl
     texts, sequences = [], []
     for length in lengths:
         if length <= special:
-            raise ValueError(f"a text of {length} tokens has {special} special tokens, so there is no room for a word")
+            raise ValueError(f"a text needs more than {special} tokens, because {special} are special; was {length}")
         texts.append(" ".join(words[index] for index in rng.integers(0, len(words), length - special)))
         ids: TokenIds = np.array(tokenizer.encode(texts[-1]).ids, np.int64)  # (seq,)
         if len(ids) != length:
@@ -102,7 +102,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
-    """Return the words of ASCII letters that are one token, at the start of a text and after another word.
+    """Return the words of ASCII letters that are one token both at the start of a text and after a word.
 
     The words are in alphabetical order.
     """

@@ -70,7 +70,7 @@ def test_texts_have_the_given_lengths_and_depend_on_the_seed(tmp_path: Path) -> 
     assert {word for text in workload.texts for word in text.split()} <= {"cat", "dog", "don", "mat", "t"}
     assert workload.texts == text_workload(bundle, [3, 40, 5], seed=1).texts
     assert workload.texts != text_workload(bundle, [3, 40, 5], seed=2).texts
-    with pytest.raises(ValueError, match="a text of 2 tokens has 2 special tokens, so there is no room for a word"):
+    with pytest.raises(ValueError, match="a text needs more than 2 tokens, because 2 are special; was 2"):
         text_workload(bundle, [2], seed=0)
 
 

@@ -112,7 +112,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 
 
 def test_table(server: RealServer) -> None:
-    """The table has a row for each load. Notes below the table tell how late calls were sent."""
+    """The table has a row for each load. Notes below the table have the lateness of the calls."""
     result = bench(server, "--concurrency", 1, "--rate", 30, "--rate", 50, "--pooling", "mean", "--dtype", "float16")
     assert result.stderr == ""
     text = result.stdout
@@ -144,7 +144,7 @@ async def test_only_a_line_feed_ends_a_text(service: FakeEncoder, tmp_path: Path
 
 
 def test_calls_that_are_not_sent_in_time_are_errors(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # so the end of the load is over from its start
+    monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # the deadline for sending is over from the start
     body = json.loads(bench(server, "--rate", 100, "--json", status=1).stdout)
     [run] = body["runs"]
     [error] = run["errors"]
@@ -197,7 +197,7 @@ async def test_encryption_a_key_and_metadata(service: FakeEncoder, tmp_path: Pat
 
 
 async def test_ctrl_c_ends_the_load_at_once(service: FakeEncoder) -> None:
-    """Three calls get replies, and all other calls hang. The report has the three calls, and no error."""
+    """Three calls get replies, and all other calls hang. The report has the three calls and no errors."""
 
     async def hang(request: pb.EncodeRequest) -> None:
         if len(service.requests) > 3:

@@ -104,7 +104,7 @@ async def test_similarity_json(service: FakeEncoder) -> None:
 
 
 async def test_the_model_names_the_similarity(service: FakeEncoder) -> None:
-    """A model that was trained for the dot product is compared by it. Long numbers widen the columns."""
+    """The model was trained for the dot product, so the scores are dot products. Long numbers widen the columns."""
     service.model_info = pb.ModelInfo(similarity="dot")
     answer = json.loads((await encserve(service, "similarity", "one", "two words", "--json")).stdout)
     vectors = service.answer(service.requests[-1]).outputs[0]
@@ -344,7 +344,7 @@ async def test_metadata_of_every_call(service: FakeEncoder) -> None:
 
 
 async def test_connection_options_after_the_command(service: FakeEncoder) -> None:
-    """The connection options may follow the command. They then win over options before it and over variables."""
+    """The connection options may follow the command. They override options before the command, and variables."""
     after = ["--target", service.target, "--metadata", "x-team=search", "--timeout", "20"]
     for before in ([], ["--target", "127.0.0.1:1", "--metadata", "x-team=other", "--api-key", "secret"]):
         call = [*before, "embed", "one", *after]

@@ -79,7 +79,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
-async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
+async def test_every_input_format_gives_one_vector_per_text(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
     """For every input format, the output has one vector for each text, in input order.
 
     An empty text also gets a vector.
@@ -95,7 +95,7 @@ async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path, dtype: DType) -> None:
+async def test_one_vector_per_text_in_every_output_format(service: FakeEncoder, tmp_path: Path, dtype: DType) -> None:
     want = await vectors_of(service, TEXTS, dtype)
     source = write_texts(tmp_path, ".txt")
     for suffix in (".npy", ".NPZ", ".jsonl", ".csv", ".parquet"):
@@ -163,7 +163,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None
 async def test_row_groups_of_parquet_are_cut_by_size(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row group ends after the call that makes it large. Calls have 4 inputs here."""
+    """A row group ends after the first call that exceeds the limit. Calls have 4 inputs here."""
     output = tmp_path / "v.parquet"
     for row_group_bytes, n_groups in ((1, 16), (2**20, 1)):
         monkeypatch.setattr(writing, "_ROW_GROUP_BYTES", row_group_bytes)
@@ -229,7 +229,7 @@ async def test_a_text_that_looks_like_a_file_is_refused(
     assert "s3://…: must not hold a secret" in secret.stderr
 
 
-async def test_a_file_that_is_not_of_inputs(
+async def test_an_input_file_of_an_unknown_kind(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -246,7 +246,7 @@ async def test_a_file_that_is_not_of_inputs(
 
 
 async def test_a_pattern_names_files_in_order(service: FakeEncoder, tmp_path: Path) -> None:
-    """A pattern names all files that match it, by name. A file with the name of the pattern comes first."""
+    """A pattern selects all matching files, sorted by name. An existing file with the pattern as name has priority."""
     for name in ("b.txt", "a.txt", "[ab].txt"):
         (tmp_path / name).write_text(f"{name}\n")
     for pattern, want in (("?.txt", ["a.txt", "b.txt"]), ("[ab].txt", ["[ab].txt"])):
@@ -289,7 +289,7 @@ async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
     assert "argument 1: --ids wants whole numbers, as in 101,2023,102; was '1,x'" in wrong.stderr
 
 
-async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_options_reach_the_server(service: FakeEncoder, tmp_path: Path) -> None:
     options = ["--pooling", "max", "--dimensions", "3", "--dtype", "float16", "--truncate", "--prompt-name", "q"]
     await encserve(service, "embed", "one", *options, "--output", tmp_path / "v.npy")
     asked = service.requests[-1].options
@@ -311,12 +311,12 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
             "a.parquet.gz",
             "not known",
             [],
-            "a.parquet.gz: is a file of a kind that is not known; known are .txt, .jsonl",
+            "a.parquet.gz: is a file of an unknown kind; known kinds: .txt, .jsonl",
         ),
         ("missing.json", None, [], "missing.json: there is no such file; inputs end in .txt, .jsonl"),
     ],
 )
-async def test_what_cannot_be_read(
+async def test_an_input_that_cannot_be_read(
     service: FakeEncoder, tmp_path: Path, name: str, text: str | None, flags: list[str], problem: str
 ) -> None:
     """If the input cannot be read, the error is a single line. An existing output file stays unchanged."""
@@ -342,7 +342,7 @@ async def test_a_named_pipe_is_read_once(service: FakeEncoder, tmp_path: Path, e
 
 
 async def test_errors_of_a_file_name_the_options(service: FakeEncoder, tmp_path: Path) -> None:
-    """An error of the client names the option instead of the Python argument, as without --output."""
+    """With --output too, an error of the client names the option instead of the Python argument."""
     wrong = ("embed", "a", "--prompt-name", "x", "--output", tmp_path / "v.npy")
     assert (await encserve(service, *wrong, status=1)).stderr.startswith("Error: --prompt-name 'x': model ")
 
@@ -354,7 +354,7 @@ async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder,
     assert not (tmp_path / "v.npy").exists()
 
 
-async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_an_unknown_suffix_and_too_many_inputs_to_print(service: FakeEncoder, tmp_path: Path) -> None:
     result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out", status=1)
     assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out. End the name of a folder with /" in result.stderr
     assert not service.requests, "the command must fail before the first request"
@@ -367,7 +367,7 @@ async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_pa
 async def test_files_wait_for_a_full_server(
     service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
 ) -> None:
-    """By default the command tries again after 10 ms. With --timeout 30 it fails if the server asks for 40 s."""
+    """By default the command retries after 10 ms. With --timeout 30 the command fails if the server asks for 40 s."""
     pushback = "40000" if timeout else "10"
     full = 3
 
@@ -383,7 +383,7 @@ async def test_files_wait_for_a_full_server(
     await encserve(service, "embed", *inputs(tmp_path / "t.txt"), *output, *timeout, status=status)
 
 
-async def test_a_failed_input_ends_the_waits_for_room(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_a_failed_input_ends_the_retries_of_other_blocks(service: FakeEncoder, tmp_path: Path) -> None:
     """One block has a refused input while the next block waits 100 s before a retry.
 
     The command fails at once and does not wait for this retry.
@@ -439,7 +439,7 @@ async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service
     "text", ["inputs[{}]: has 7 tokens", "inputs[{}].token_ids.ids[3]: has 7 tokens"], ids=["input", "field"]
 )
 @pytest.mark.parametrize("line", [1, 5, 9])
-async def test_the_place_of_a_refused_input_does_not_depend_on_the_message(
+async def test_the_line_of_a_refused_input_is_right_in_every_message(
     service: FakeEncoder, tmp_path: Path, text: str, line: int
 ) -> None:
     """The texts are sent in blocks of 4 and messages of 3. Another line names an index in its text."""
@@ -470,7 +470,7 @@ async def test_a_crash_of_the_server_fails_the_command(service: FakeEncoder, tmp
     assert not (tmp_path / "v.npy").exists()
 
 
-def test_no_more_is_read_than_a_few_blocks_ahead_of_the_output() -> None:
+def test_reading_is_only_a_few_blocks_ahead_of_writing() -> None:
     """At any time, the command has read only a few blocks of inputs that are not yet written.
 
     Its memory use therefore does not grow with the size of the input file.
@@ -490,7 +490,7 @@ def test_no_more_is_read_than_a_few_blocks_ahead_of_the_output() -> None:
     assert written == [f"of {i}" for i in range(2000)]
 
 
-def test_reading_is_a_stream(tmp_path: Path) -> None:
+def test_a_file_is_read_line_by_line(tmp_path: Path) -> None:
     """The file is read line by line. The reader returns line 1 although line 2 is not valid JSON."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
     found = read_inputs([], [str(tmp_path / "t.jsonl")], None, ids=False)

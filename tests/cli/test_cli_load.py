@@ -79,7 +79,7 @@ def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count:
     assert sorted(found) == sorted(sample_lengths(histogram, count, seed + 1))
 
 
-def test_calls_hold_the_lengths_in_order() -> None:
+def test_calls_have_the_lengths_in_order() -> None:
     """Each call takes the next two lengths of the list. An incomplete last call is dropped.
 
     The token ids are random ids from the vocabulary, without special tokens. Equal seeds give equal calls.
@@ -184,7 +184,7 @@ def test_with_a_rate_latencies_start_when_calls_are_due() -> None:
     assert result.calls == 3  # three calls ended between 10 s and 20 s, and one call was due in the warm-up
 
 
-def test_nothing_measured() -> None:
+def test_a_result_without_calls() -> None:
     result = result_of(CALLERS, [], end=9.0)
     assert (result.seconds, result.tokens_per_second) == (0.0, 0.0)
     assert percentile(result.latency_seconds, 50) is None

@@ -173,8 +173,8 @@ COMMANDS = [
     ),
     Mistake(
         "encode hello --output v.npy",
-        "--output: a .npy file holds one vector for each input, and 'tokens' gives any number of rows: .npz, .jsonl "
-        "and .parquet hold them",
+        "--output: a .npy file holds one vector for each input, but 'tokens' has several rows: use .npz, .jsonl "
+        "or .parquet",
     ),
     Mistake("embed hello --output job/", "a job reads files; give --input FILE instead of TEXT", status=2),
     Mistake(
@@ -190,7 +190,7 @@ COMMANDS = [
     ),
     Mistake(
         "embed hello --overwrite",
-        "--overwrite is of a job: have --output name a folder that is there, or end in /",
+        "--overwrite is for jobs: give --output a folder that exists, or a name that ends in /",
         status=2,
     ),
     Mistake(
@@ -246,7 +246,7 @@ CALLS = [
         "a row of documents must have 4 numbers, as query has; had 8. Embed both with one model",
     ),
     ("client.close() or client.embed('hello')", "the client is closed; make a new client"),
-    ("two_loops(client)", "the client belongs to the event loop of its first use: make one in each loop"),
+    ("two_loops(client)", "the client belongs to the event loop of its first call: make one client per loop"),
 ]
 
 

@@ -65,7 +65,7 @@ def test_spaced_indices(count: int, at_most: int, indices: list[int]) -> None:
     assert numbers.spaced_indices(count, at_most) == indices
 
 
-def test_colours_end_where_nearly_all_numbers_do() -> None:
+def test_outliers_do_not_stretch_the_colour_scale() -> None:
     """In a position table of 10,000 values, most values are near 0.05, and 50 values are 2.
 
     The colour scale ends near the small values, so that their differences are visible.
@@ -93,7 +93,7 @@ def test_names_of_tokens() -> None:
     assert labels.token_names(dataclasses.replace(without, token_ids=None)) == ("0", "1", "2", "3", "4")
 
 
-def test_a_page_holds_the_numbers() -> None:
+def test_a_page_has_the_numbers() -> None:
     """A matrix in the page differs from the matrix of the inspection by at most 2e-5."""
     result, model = make_inspection(n_layers=2, n_heads=3, d_model=16, tokens=5, max_sequence_tokens=20)
     assert result.attention is not None
@@ -131,7 +131,7 @@ def test_numbers_that_json_lacks() -> None:
     assert data_of(build_page(result, model))["norms"]["norms"][1][2] is None
 
 
-def test_a_page_needs_nothing_else() -> None:
+def test_a_page_loads_no_other_file() -> None:
     """The page loads no other file. Its content security policy allows only the scripts in the page.
 
     The same inspection gives the same bytes.
@@ -172,7 +172,7 @@ def test_some_layers_only() -> None:
     assert [panel["stage"] for panel in data["similarity"]["panels"]] == data["norms"]["stages"] == stages
 
 
-def test_layers_without_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_over_the_size_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # room for the attention of three layers
     data = data_of(build_page(*make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=4)))
     assert [layer["name"] for layer in data["attention"]["layers"]] == [0, 2, 5]
@@ -250,6 +250,6 @@ def test_a_long_document_has_the_most_similar_vectors(monkeypatch: pytest.Monkey
     by_similarity = [column for column in (-products.max(axis=0)).argsort().tolist() if column not in best]
     assert shown == sorted([*set(best), *by_similarity[: 6 - len(set(best))]])
     assert sum(figure["added"]) == pytest.approx(maxsim(query.vectors, document.vectors), rel=1e-5)
-    assert "the 6 of its 100 vectors that are most similar to a vector of the query" in first["lead"]
-    assert "Its 7 vectors are left out, so that the page stays small" in second["lead"]
+    assert "6 of 100 vectors, those most similar to a vector of the query" in first["lead"]
+    assert "This document's 7 vectors are left out, so that the page stays small" in second["lead"]
     assert "figure" not in second | third

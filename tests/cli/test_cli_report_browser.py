@@ -91,7 +91,7 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
     assert opened.complaints == []
 
 
-def test_hovering_says_tokens_and_number(opened: OpenPage) -> None:
+def test_the_tooltip_shows_tokens_and_number(opened: OpenPage) -> None:
     """Hover over the large attention map, a small attention map, a similarity map and a point of a line.
 
     The tooltip shows the tokens and the number.
@@ -195,7 +195,7 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
     it.close()
 
 
-def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> None:
+def test_the_policy_blocks_inserted_elements(browser: Browser, usual: Path) -> None:
     """The test inserts an image with an event handler into the page.
 
     The content security policy blocks the request for the image and the handler.
@@ -213,7 +213,9 @@ def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> N
     ("n_layers", "n_heads", "n_tokens", "figures"),
     [(1, 1, 1, 1 + 2 + 2), (1, 2, 3, 3 + 1 + 2 + 2), (12, 12, 64, 13 + 1 + 13 + 2), (2, 2, 256, 3 + 1 + 3 + 2)],
 )
-def test_sizes(browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int) -> None:
+def test_figures_of_every_size_fit(
+    browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int
+) -> None:
     """Draw pages with one token and one layer, and pages with many tokens or layers.
 
     The figures fit into the window, and the token names do not overlap.

@@ -33,7 +33,7 @@ def arguments(service: FakeEncoder, source: Path, output: str) -> tuple[object, 
 
 
 def hold_from(service: FakeEncoder, first: int) -> asyncio.Event:
-    """Hold messages that have the text with this number, or a later one, until the event is set."""
+    """Delay messages with the text of this number, or with a later text, until the event is set."""
     go_on = asyncio.Event()
 
     async def wait(request: pb.EncodeRequest) -> None:
@@ -56,7 +56,7 @@ async def test_progress_moves_with_the_first_reply(
         await until(lambda: any(facts.search(line) for line in it.lines))
         go_on.set()
         assert await asyncio.to_thread(it.wait) == 0
-        assert {len(line) for line in it.lines if "texts/s" in line} == {columns - 3}  # the columns of ^C
+        assert {len(line) for line in it.lines if "texts/s" in line} == {columns - 3}  # room for ^C
         assert not it.hides_cursor
 
 
@@ -64,7 +64,7 @@ async def test_progress_moves_with_the_first_reply(
 async def test_a_server_that_goes_away_is_named_with_the_time_left(
     service: FakeEncoder, source: Path, output: str
 ) -> None:
-    """The server is killed after some messages and starts again. Each has a line, above the bar."""
+    """The server is killed after some messages, and restarts. Both events give a line above the bar."""
     hold_from(service, 2048)
     with terminal(*arguments(service, source, output), cwd=source.parent) as it:
         await until(lambda: service.n_open)

@@ -70,18 +70,18 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_a_bundle_is_itself(tmp_path: Path) -> None:
+def test_the_folder_of_a_bundle_is_used_directly(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "models" / "tiny" / "1")
     assert find_bundle(str(bundle)) == bundle
 
 
-def test_of_a_model_the_newest_version_is_taken(tmp_path: Path) -> None:
+def test_the_folder_of_a_model_gives_the_newest_version(tmp_path: Path) -> None:
     for version in ("1", "9", "10", "10-rc1", ".11-unfinished"):
         make_bundle(tmp_path / "models" / "tiny" / version)
     assert find_bundle("models/tiny") == Path("models/tiny/10")
 
 
-def test_of_a_repository_its_models_are_named(tmp_path: Path) -> None:
+def test_the_error_of_a_repository_lists_the_models(tmp_path: Path) -> None:
     for name in ("tiny", "large"):
         make_bundle(tmp_path / "models" / name / "1")
     with pytest.raises(ValueError, match="holds the models large, tiny; name one, as models/large"):
@@ -89,14 +89,14 @@ def test_of_a_repository_its_models_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["models/tiny", "./tiny", "/no/such/folder", "tiny", "a/b/c", "~/none"])
-def test_a_path_that_is_not_there_is_no_name_on_the_hub(given: str, tmp_path: Path, exports: Exports) -> None:
+def test_a_missing_path_is_not_a_hub_name(given: str, tmp_path: Path, exports: Exports) -> None:
     (tmp_path / "models").mkdir()
     with pytest.raises(ValueError, match=f"--bundle {given}: "):
         find_bundle(given)
     assert exports() == []
 
 
-def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_bundle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="neither a bundle .* nor a checkpoint"):
@@ -155,5 +155,5 @@ def test_the_bundle_of_a_uri_is_copied_once(tmp_path: Path, cache: Path) -> None
     assert find_bundle(f"file://{remote}") == bundle
     (remote / "weights").write_bytes(b"1234")
     assert find_bundle(f"file://{remote}") != bundle
-    with pytest.raises(ValueError, match=r"holds no manifest.json"):
+    with pytest.raises(ValueError, match=r"has no manifest.json"):
         find_bundle(f"file://{remote.parent}")

@@ -148,7 +148,9 @@ async def test_rows_of_tokens_make_a_job_too(service: FakeEncoder, tmp_path: Pat
     assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
 
 
-async def test_columns_come_along(service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path) -> None:
+async def test_kept_columns_are_copied(
+    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
+) -> None:
     path = tmp_path / "texts.parquet"
     columns = {"body": TEXTS, "id": range(25), "tag": ["x"] * 25, "date": ["y"] * 25}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -180,7 +182,7 @@ async def test_a_second_run_makes_missing_parts_only(
     assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-async def test_another_job_is_refused_with_what_differs(
+async def test_the_error_of_another_job_names_the_differences(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     other = write_texts(tmp_path / "other.txt", ["other"])
@@ -229,10 +231,10 @@ async def test_a_dry_run_shows_the_plan_and_writes_nothing(
     result = await encserve(service, "embed", *inputs(source), *output, "--dry-run")
     shown = " ".join(result.stdout.split())
     assert "inputs 1 file, 25 rows" in shown
-    assert "parts of 10 rows" in shown
+    assert "parts 10 rows each" in shown
     assert "model tiny, version 1" in shown
     assert "engine server, float32" in shown
-    assert "time about 0:00:00, as" in shown
+    assert "time about 0:00:00 (" in shown
     [plan] = events_of(await encserve(service, "embed", *inputs(source), *output, "--dry-run", "--json"))
     assert (plan["event"], plan["rows"], plan["part_rows"], plan["parts_before"]) == ("plan", 25, 10, 0)
     assert plan["estimated_seconds"] >= 0
@@ -321,7 +323,7 @@ async def test_progress_of_a_job_is_shown_on_a_terminal(
 async def test_progress_moves_with_the_first_reply(
     service: FakeEncoder, source: Path, output: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of texts becomes several messages. The job reports each reply, although others have not arrived."""
+    """A block of texts needs several messages. The job reports each reply at once, before other replies arrive."""
     reported = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -374,7 +376,7 @@ def test_the_speed_is_that_of_this_run(before: int, facts: str, capsys: pytest.C
     assert capsys.readouterr().err.splitlines() == [facts]
 
 
-def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_progress_comes_at_most_once_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
     with shown_progress(1000, "texts", as_json=True, clock=clock.now) as told:
         for step in range(21):
@@ -391,7 +393,7 @@ def test_programs_are_told_at_most_once_a_second(capsys: pytest.CaptureFixture[s
         (10, 10.0, "10 of 1,000 texts, 2 rejected, 1.0 texts/s, 0:16:30 left"),
     ],
 )
-def test_what_is_not_known_yet_is_not_shown(
+def test_unknown_figures_are_not_shown(
     rows: int, seconds: float, facts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bar leaves out unknown figures. Before the first batch, the speed and the remaining time are unknown."""
@@ -429,8 +431,8 @@ def test_the_bar_fits_into_the_terminal(
         (["--output", "folder/", "--cache-dir", "c"], "--cache-dir goes with --bundle"),
         (["--output", "folder/", "--ray", "auto"], "--ray goes with --bundle"),
         (["--output", "folder/", "--bundle", "b", "--actors", "2"], "--actors goes with --ray"),
-        (["--output", "folder/", "--bundle", "b", "--model", "m"], "--model is of a server"),
-        (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is of a server"),
+        (["--output", "folder/", "--bundle", "b", "--model", "m"], "--model is for a server"),
+        (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is for a server"),
         (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
         (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
         (["--shard", "0/2"], "--shard"),
@@ -563,7 +565,7 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch that does not end gets a second. Then the process ends, with the same line and status."""
+    """A batch does not end. After one second the process ends with the same line and status."""
     ended = threading.Event()
     statuses = list[int]()
 
@@ -586,7 +588,7 @@ def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     assert result.stderr == ""
 
 
-def test_an_error_while_it_stops_is_not_a_failure(run_words: Callable[..., Result]) -> None:
+def test_an_error_while_a_job_stops_is_not_a_failure(run_words: Callable[..., Result]) -> None:
     once = threading.Lock()
 
     def interrupt(words: Words) -> None:
@@ -617,7 +619,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     words = Words()
     run_words(words)
     shown = " ".join(run_words(words, "--dry-run").stdout.split())
-    assert "parts of 10 rows, of which 3 are done" in shown
+    assert "10 rows each; 3 parts are done" in shown
     assert "time none, as all parts are done" in shown
     [plan] = events_of(run_words(words, "--dry-run", "--json"))
     assert plan["estimated_seconds"] == 0
@@ -625,7 +627,7 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
 
 
 def test_a_dry_run_of_a_share_estimates_the_share(run_words: Callable[..., Result], tmp_path: Path) -> None:
-    """The shares get four parts of 10 rows in turn. The first file has 25 rows, and the second file has 145 rows."""
+    """Each share gets four successive parts of 10 rows. The first file has 25 rows, the second file 145 rows."""
     more = write_texts(tmp_path / "more.txt", [f"text {i}" for i in range(145)])
     flags = [*inputs(more), "--dry-run", "--shard"]
     shown = " ".join(run_words(Words(), *flags, "1/3").stdout.split())
@@ -656,7 +658,7 @@ def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch,
     assert refused.stderr == f"Error: {source}, line 2: is bad\n"
 
 
-def test_options_of_bundles_and_clusters_are_handed_on(
+def test_options_reach_bundles_and_clusters(
     monkeypatch: pytest.MonkeyPatch, source: Path, output: tuple[str, str]
 ) -> None:
     found: dict[str, Any] = {}
@@ -686,7 +688,7 @@ def sample_of(job: EmbedJob, encoder: Words, clock: FakeClock) -> Any:
     return take_sample(job.plan, job.plan.work({}, Shard(), divided=False), encoder, clock.now)
 
 
-def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
+def test_a_sample_grows_until_it_takes_long_enough(tmp_path: Path) -> None:
     """The first sample has 1 row, and each further sample has twice as many rows, up to 512.
 
     No further sample starts after 1.5 s. The result has the rows and the time of the last sample.
@@ -748,7 +750,7 @@ def test_the_rows_of_a_part_are_at_least_1(source: Path, folder: Path, rows: int
     assert folder.exists() != is_new
 
 
-async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
+async def test_a_job_keeps_its_model_version_if_the_server_has_it(service: FakeEncoder) -> None:
     """A resumed job uses the model version that the user names.
 
     If the user names no version, the job uses its old version again. If the server no longer has the old version, the
@@ -814,7 +816,7 @@ async def test_only_files_of_jobs_are_removed(
 def test_an_input_in_the_output_is_refused_by_any_name(
     run_words: Callable[..., Result], tmp_path: Path, folder: Path, name: str
 ) -> None:
-    """An input is refused if a link leads to the folder of the output, or to a file there. No file is removed."""
+    """An input is refused if its path is a link to the output folder or to a file there. No file is removed."""
     (folder / "_rejected").mkdir(parents=True)
     (folder / "_rejected/part.jsonl").write_text('"a text"\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), folder / "part-00000-000000.parquet")
@@ -827,7 +829,7 @@ def test_an_input_in_the_output_is_refused_by_any_name(
     assert files_in(folder) == before
 
 
-async def test_what_the_model_does_not_have_removes_nothing(
+async def test_an_option_that_the_model_lacks_removes_no_part(
     service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
     await encserve(service, "embed", *inputs(source), *output)
@@ -843,7 +845,7 @@ async def test_what_the_model_does_not_have_removes_nothing(
         assert problem in " ".join(result.stderr.split())
 
 
-async def test_added_inputs_may_come_before_those_that_are_there(
+async def test_added_inputs_may_come_before_old_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
     """Add the file b.txt between the old inputs a.txt and c.txt. The rows are then in the order of the file names.
@@ -861,10 +863,10 @@ async def test_added_inputs_may_come_before_those_that_are_there(
 
 
 @pytest.mark.parametrize("change", ["time", "folder"])
-async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
+async def test_a_job_accepts_the_same_files_with_another_path_or_time(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path, change: str
 ) -> None:
-    """Inputs that were copied or downloaded again are the same inputs if their size and checksum agree."""
+    """Inputs that were copied or downloaded again are the same inputs if size and checksum are equal."""
     (tmp_path / "old").mkdir()
     sources = [write_texts(tmp_path / "old" / name, TEXTS) for name in ("a.txt", "b.txt")]
     sources.append(write_texts(tmp_path / "old" / "c.txt", TEXTS[:5]))
@@ -884,7 +886,7 @@ async def test_a_job_goes_on_with_the_same_files_at_another_time_or_place(
     assert "b.txt" in result.stderr
 
 
-async def test_a_new_file_under_the_name_of_a_renamed_one_is_added_only_on_demand(
+async def test_a_new_file_with_the_name_of_a_renamed_file_needs_add_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
     """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
@@ -910,7 +912,7 @@ async def test_changed_inputs_are_refused(service: FakeEncoder, source: Path, ou
 async def test_a_job_without_parts_blocks_no_folder(
     service: FakeEncoder, tmp_path: Path, source: Path, folder: Path, output: tuple[str, str]
 ) -> None:
-    """A job that was stopped before its first part has left only its settings. Another job replaces them."""
+    """A job was stopped before its first part, so only the plan exists. Another job replaces this plan."""
 
     def stop(words: Words) -> None:
         raise RuntimeError("the power fails")
@@ -925,10 +927,8 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
-def test_of_jobs_that_begin_together_only_equal_ones_go_on(
-    tmp_path: Path, source: Path, folder: Path, change: str
-) -> None:
-    """Another job begins in the folder while a job loads its model. The later one goes on only if nothing differs."""
+def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
+    """A job begins in the folder while another job loads its model. The slower job needs equal settings."""
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
     files = [str(source), str(other)] if change == "inputs" else [str(source)]
@@ -986,7 +986,7 @@ def of_another_model(path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil", [empty, cut_off, half, of_another_file, of_the_same_file, of_another_program, of_another_model]
 )
-def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
+def test_a_damaged_part_or_a_part_of_another_job_is_replaced(
     tmp_path: Path, source: Path, folder: Path, spoil: Callable[[Path], None]
 ) -> None:
     other = write_texts(tmp_path / "other.txt", [f"{text} too" for text in TEXTS])
@@ -1007,7 +1007,7 @@ def test_a_part_that_is_not_whole_or_not_of_the_job_is_made_again(
     assert table_of(folder).equals(whole)
 
 
-def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
+def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
     source = tmp_path / "texts.csv"
     source.write_text("a,b\n1,2\n")
 
@@ -1024,8 +1024,8 @@ def test_a_part_of_another_column_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
-def test_a_part_behind_the_job_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
-    """Readers of the folder would find the rows of such a part."""
+def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
+    """Readers of the folder would read the rows of such a part."""
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
     result = run_words(Words())
@@ -1070,7 +1070,7 @@ async def test_rejected_rows_keep_their_text(
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv"])
 def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> None:
-    """Each of three commands does its share. Afterwards nothing is missing."""
+    """Each of three commands does its share. Afterwards no part is missing."""
     texts = [f"text {i}" for i in range(150)]
     source = write_texts(tmp_path / f"texts{suffix}", ["text", *texts] if suffix == ".csv" else texts)
     rows = 0
@@ -1114,7 +1114,7 @@ def test_events_name_files_whose_names_are_not_utf8(
 async def test_a_refused_input_changes_no_other_row(
     service: FakeEncoder, tmp_path: Path, folder: Path, kind: str
 ) -> None:
-    """The rows of the others are those of a job without the refused inputs, whatever messages the inputs are in."""
+    """The other rows equal the rows of a job without the refused inputs. The size of messages has no effect."""
     service.max_request_sequences = 3
     if kind in ("multi_vector", "sparse"):
         service.model_info = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim", sparse_width=100)
@@ -1145,7 +1145,7 @@ async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path
 async def test_a_crash_of_the_server_rejects_no_row(
     service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The rows of the failed message may succeed later, so the job fails and goes on with the same command."""
+    """The rows of the failed message may succeed later. So the job fails, and the same command continues the job."""
     service.max_request_sequences = 2
 
     async def crash(request: pb.EncodeRequest) -> None:
@@ -1161,8 +1161,8 @@ async def test_a_crash_of_the_server_rejects_no_row(
     assert table_of(folder)["text"].to_pylist() == TEXTS
 
 
-async def test_a_job_stops_while_the_server_has_no_room(service: FakeEncoder, source: Path) -> None:
-    """The server asks for a retry after 50 ms, for ever. The job ends before the time of its messages is over."""
+async def test_a_job_can_be_stopped_while_the_server_is_full(service: FakeEncoder, source: Path) -> None:
+    """The server is always full and asks for a retry after 50 ms. The job ends before the timeout of its messages."""
     refused = threading.Event()
 
     async def full(request: pb.EncodeRequest) -> None:

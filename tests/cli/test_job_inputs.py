@@ -96,7 +96,7 @@ def read(arguments: Sequence[str], options: ReadOptions | None = None, part_rows
     row_group_size=st.integers(1, 20),
     finished=st.frozensets(st.integers(0, 40)),
 )
-def test_parts_have_fixed_rows_whatever_has_been_done_before(
+def test_parts_have_the_same_rows_after_a_restart(
     tmp_path_factory: pytest.TempPathFactory,
     suffix: str,
     texts: list[str],
@@ -105,7 +105,7 @@ def test_parts_have_fixed_rows_whatever_has_been_done_before(
     row_group_size: int,
     finished: frozenset[int],
 ) -> None:
-    """Part k has the rows from k * part_rows on. A job that goes on reads the missing parts in the same blocks."""
+    """Part k starts at row k * part_rows. A continued job reads the missing parts in the same blocks."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     plan = plan_of([str(path)], part_rows=part_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -154,9 +154,7 @@ def test_shards_have_every_part_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["", ".gz"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", [True, False])
-def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_text(
-    tmp_path: Path, codec: str, end: str, last: bool
-) -> None:
+def test_texts_exclude_line_ends_and_the_byte_order_mark(tmp_path: Path, codec: str, end: str, last: bool) -> None:
     """Only LF and CRLF end a line. The last line may have no line end.
 
     A byte order mark at the start of the file is skipped.
@@ -188,9 +186,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
             assert blocks_of(plan_of([str(path)])) == []
 
 
-def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_dictionary_texts_are_decoded_in_small_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large texts take 200 MB in memory and 100 KB in the file. Batches have at most 16 MiB."""
     sizes: list[int] = []
     real = pyarrow.parquet.ParquetFile.iter_batches
@@ -210,7 +206,7 @@ def test_large_texts_of_a_dictionary_are_decoded_a_few_at_a_time(
 
 
 def test_row_groups_of_finished_parts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is opened once for all of its parts. Of Parquet files, row groups before the first part are skipped."""
+    """A file is opened once for all of its parts. Parquet row groups before the first missing part are skipped."""
     begun: list[Any] = []
     parquet, csv_file = write(tmp_path / "a.parquet", ["text"] * 30, 8), write(tmp_path / "a.csv", ["text"] * 30)
     plan = plan_of([str(parquet), str(csv_file)], part_rows=5)
@@ -299,11 +295,11 @@ def test_vectors(tmp_path: Path) -> None:
     good = np.arange(6, dtype=np.float32).reshape(3, 2)
     rows: list[Any] = [good.tolist(), [[1.0, 2.0], [3.0]], [], None, [[7.0, 8.0]], [[]], [[float("nan")]]]
     problems = {
-        1: "must have vectors of one length; has some of 1 and some of 2 numbers",
+        1: "must have vectors of one length; the vectors have between 1 and 2 numbers",
         2: "is empty",
         3: "is null",
         5: "is empty",
-        6: "must have finite numbers; has NaN, infinity or one that float32 cannot hold",
+        6: "must have finite numbers; has NaN, infinity, or a number too large for float32",
     }
 
     def check(found: Rows) -> None:
@@ -340,7 +336,7 @@ def test_vectors(tmp_path: Path) -> None:
     ],
     ids=["dictionary", "large_string", "string_view"],
 )
-def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
+def test_columns_of_every_text_type(tmp_path: Path, texts: Any) -> None:
     """A Parquet column of dictionary, large or view strings can be the input.
 
     --keep copies such a column to the output as plain strings.
@@ -356,7 +352,7 @@ def kept_of(plan: Plan) -> Any:
     return pa.concat_tables([it.rows.kept for it in blocks_of(plan)])
 
 
-def test_columns_come_along(tmp_path: Path) -> None:
+def test_kept_columns_are_copied(tmp_path: Path) -> None:
     """--keep copies columns to the output. The columns of Parquet files keep their types.
 
     If a row has a problem, its values in these columns are still copied.
@@ -408,7 +404,7 @@ def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], it
     assert kept["x"].to_pylist() == [want[0], None, None, *want[1:], None]
 
 
-def test_a_column_that_comes_along_has_one_type_in_all_inputs(tmp_path: Path) -> None:
+def test_a_kept_column_has_one_type_in_all_inputs(tmp_path: Path) -> None:
     number, text = tmp_path / "a.parquet", tmp_path / "b.parquet"
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "x": pa.array([1], pa.int32())}), number)
     pyarrow.parquet.write_table(pa.table({"text": ["a"], "x": ["b"]}), text)
@@ -416,7 +412,7 @@ def test_a_column_that_comes_along_has_one_type_in_all_inputs(tmp_path: Path) ->
     nothing = one_file(tmp_path / "b.jsonl", '{"text": "a", "x": null}')
     options = ReadOptions(keep=("x",))
     for others in ([str(number), str(text)], [str(number), fields]):
-        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must be of one type"):
+        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must have one type"):
             plan_of(others, options)
     plan = plan_of([nothing, str(number)], options)
     assert plan.kept_types == {"x": "int32"}
@@ -451,7 +447,7 @@ def test_a_column_with_a_type(tmp_path: Path) -> None:
     ],
 )
 def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, value: str, shown: str) -> None:
-    """A value is never changed silently, even if a type was found or given that does not hold the value."""
+    """If the type of a column does not hold a value, the job fails. A value is never changed silently."""
     path = one_file(tmp_path / "a.jsonl", '{"text": "a", "x": null}', f'{{"text": "a", "x": {value}}}')
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: --keep x: must be of the type {its}.*was {shown}; begin"):
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
@@ -484,7 +480,7 @@ def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> 
 def test_a_double_can_be_read_from_its_text(
     tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
 ) -> None:
-    """The shortest text of a double, and a text with 17 digits or more, are numbers that the type holds."""
+    """A double represents its shortest text, and any text with 17 digits or more that rounds to the double."""
     texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
     path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
     kept = kept_of(plan_of([path], ReadOptions(keep=("x:double",))))["x"].to_pylist()
@@ -565,7 +561,7 @@ def test_a_column_of_another_type_is_an_error(tmp_path: Path) -> None:
             plan_of([path], ReadOptions(kind, column))  # type: ignore[arg-type]
 
 
-def test_files_that_are_not_whole(tmp_path: Path) -> None:
+def test_damaged_files(tmp_path: Path) -> None:
     """If a file is truncated or damaged, reading fails with a one-line error that names the file."""
     texts = [f"{random.Random(i).random()}" for i in range(5000)]
     for name in ("a.parquet", "a.txt.gz", "a.jsonl.zst"):
@@ -587,10 +583,10 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
     (tmp_path / "folder.parquet").mkdir()
     monkeypatch.chdir(tmp_path)
     for arguments, problem in (
-        (["-"], "reads its inputs again, and standard input is gone then"),
+        (["-"], "standard input can be read only once"),
         (["a text"], "a text: there is no such file; inputs end in .txt"),
         (["a.txt", str(path)], "a.txt: is given twice"),
-        (["b.xlsx"], "b.xlsx: is a file of a kind that is not known; known are .txt"),
+        (["b.xlsx"], "b.xlsx: is a file of an unknown kind; known kinds: .txt"),
         (["folder.parquet"], r"folder.parquet: is a folder; name its files, as folder.parquet/\*.parquet does"),
         (["https://example.org/a.csv"], "https://example.org/a.csv: cannot be read: Unrecognized filesystem type"),
         (["s3://bucket/folder"], "s3://bucket/folder: must end in .txt"),
@@ -611,7 +607,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
 
 
 def test_a_file_that_is_changed_while_the_job_runs(tmp_path: Path) -> None:
-    """A file that has another size or checksum than at the beginning is refused, and a file with a new time is not."""
+    """A file is refused if size or checksum has changed. A new time alone is accepted."""
     for suffix in (".txt", ".parquet", ".csv.gz"):
         path = write(tmp_path / f"a{suffix}", ["one", "two"])
         plan = plan_of([str(path)])
@@ -658,7 +654,7 @@ def test_a_line_that_is_too_long_is_a_problem_of_that_row(
 def test_a_long_first_line_after_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The mark is not counted as a part of the line. A line that is too long is one row."""
+    """The length of the line excludes the byte order mark. A line that is too long is one row."""
     monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 21)
     path = one_file(tmp_path / "a.txt", "\ufeff" + "x" * (length - 1), "two")
     assert read([path]) == ["x" * (length - 1) if length <= 21 else None, "two"]
@@ -672,7 +668,7 @@ def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: py
 
 
 def test_gzip_with_padding(tmp_path: Path) -> None:
-    """Tapes and some tools add zeros after the data of gzip. A file may also have several members."""
+    """Tapes and some tools add zeros after gzip data. A gzip file may also have several members."""
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n") + bytes(1000))
     assert read([str(path)]) == ["one", "two"]

@@ -114,7 +114,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
 def test_a_part_that_ends_three_actors_ends_the_job(tmp_path: Path, options: RayOptions) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{DEADLY if i == 22 else i}\n" for i in range(60)))
-    with pytest.raises(RuntimeError, match=r"^3 actors died while they did part-00000-000004 or .*a\.txt\. Perhaps"):
+    with pytest.raises(RuntimeError, match=r"^3 actors died at part-00000-000004 or .*a\.txt\. Perhaps"):
         embed([str(path)], tmp_path / "out", RayBackend(FakeBackend(), options))
     assert not (tmp_path / "out" / "part-00000-000004.parquet").exists()
 
@@ -142,11 +142,11 @@ def test_a_bundle_that_a_node_does_not_have_ends_the_job(
     tmp_path: Path, corpus: list[str], options: RayOptions
 ) -> None:
     backend = RayBackend.of_bundle(str(tmp_path / "nothing"), EngineOptions(), options)
-    with pytest.raises(RuntimeError, match=r"^node 127.0.0.\d \(\w{8}\): the bundle .*/nothing is not there; put it"):
+    with pytest.raises(RuntimeError, match=r"^node 127.0.0.\d \(\w{8}\): the bundle .*/nothing is missing; put"):
         embed(corpus, tmp_path / "out", backend)
 
 
-def test_what_an_actor_cannot_write_ends_the_job_with_one_line(
+def test_an_actor_that_cannot_write_ends_the_job_with_one_line(
     tmp_path: Path, corpus: list[str], options: RayOptions
 ) -> None:
     def on_parts(count: int, job: EmbedJob) -> None:
@@ -156,7 +156,7 @@ def test_what_an_actor_cannot_write_ends_the_job_with_one_line(
         embed(corpus, tmp_path / "out", RayBackend(FakeBackend(seconds=0.1), options), on_parts)
 
 
-def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list[str], options: RayOptions) -> None:
+def test_a_stopped_ray_job_continues(tmp_path: Path, corpus: list[str], options: RayOptions) -> None:
     def on_parts(count: int, job: EmbedJob) -> None:
         if count == 10:
             job.stop()
@@ -171,6 +171,6 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
     assert files(tmp_path / "out") == files(tmp_path / "alone")
 
 
-def test_where_no_cluster_runs_the_error_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:
-    with pytest.raises(RuntimeError, match="--ray 127.0.0.2:1: no Ray cluster answers there .*`ray start --head`"):
+def test_the_error_without_a_cluster_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="--ray 127.0.0.2:1: no Ray cluster answers .*`ray start --head`"):
         embed(corpus, tmp_path / "out", RayBackend(FakeBackend(), RayOptions("127.0.0.2:1")))

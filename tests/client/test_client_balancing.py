@@ -52,7 +52,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status that a server reports. After this, the state of its models has no effect on the status."""
+    """Set the health status that a server reports. After this, the models have no effect on the status."""
     health = server.app._health
     assert health._watching is not None
     health._watching.cancel()
@@ -132,7 +132,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         await call_until(client, lambda: answered(again) > 20)
 
 
-async def test_a_name_is_resolved_to_all_its_addresses(start: Start) -> None:
+async def test_a_dns_name_is_resolved_to_all_addresses(start: Start) -> None:
     """A DNS name has the addresses of two servers. The servers are replaced one after the other.
 
     The client finds each new server through the changed DNS name, and no call fails.

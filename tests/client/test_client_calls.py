@@ -272,7 +272,7 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
-async def test_no_exception_is_of_grpc(caller: Caller, service: FakeEncoder, code: Code) -> None:
+async def test_no_exception_is_a_grpc_error(caller: Caller, service: FakeEncoder, code: Code) -> None:
     """`token_vectors` and `stream` fail with every gRPC status. The exception is never a `grpc.RpcError`."""
 
     async def fail(*_: object) -> None:

@@ -97,8 +97,8 @@ async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> Non
     """The client refuses a call from another event loop. After that, calls in its first loop still succeed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.token_vectors([[1]])
-        with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):
+        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.token_vectors([[1]])))
-        with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):
+        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.raw_method("ListModels")(b"")))
         await client.token_vectors([[1]])

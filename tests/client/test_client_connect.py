@@ -98,7 +98,7 @@ def test_a_wrong_target_is_refused(target: str, text: str) -> None:
 
 
 def test_the_target_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument has precedence over the variable. An empty variable counts as none."""
+    """The argument overrides the variable. An empty variable is ignored."""
     monkeypatch.setenv("ENCSERVE_TARGET", "encoder\n")
     with EncoderClient() as client, EncoderClient("other:1") as other:
         assert (repr(client), repr(other)) == ("<EncoderClient encoder:50051 [open]>", "<EncoderClient other:1 [open]>")
@@ -117,7 +117,7 @@ def test_the_target_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_key_is_sent_without_line_breaks_and_byte_order_mark(
     caller: Caller, service: FakeEncoder, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """The key comes from the argument or from the environment. The argument has precedence; "" means no key."""
+    """The key comes from the argument or from the environment. The argument has priority; "" means no key."""
     await caller(caller.connect(api_key=key).token_vectors, [[1]])
     monkeypatch.setenv("ENCSERVE_API_KEY", key)
     await caller(caller.connect().token_vectors, [[1]])
@@ -242,7 +242,7 @@ async def test_grpcs_text_behind_a_proxy_is_kept_if_the_cause_is_unknown(
         ("", "localhost:1", False),
         ("", "[::1]:1", False),
         ("", "unix:///run/e.sock", False),
-        ("", "ipv4:10.0.0.7:1,10.0.0.8:1", False),  # gRPC would ask the proxy for the whole list
+        ("", "ipv4:10.0.0.7:1,10.0.0.8:1", False),  # gRPC would send the whole list to the proxy as one name
     ],
 )
 def test_targets_without_a_proxy(
@@ -259,7 +259,7 @@ def test_targets_without_a_proxy(
 
 
 async def test_no_server(caller: Caller) -> None:
-    """A server that has never answered gets two seconds. The error names the cause and what to do."""
+    """A server that has never answered is retried for two seconds. The error has the cause and an advice."""
     text = await error_of(caller, f"localhost:{free_port()}", retry=RetryPolicy(initial_backoff_seconds=0.5))
     assert "no encserve server here: connection refused. Start one, or set the target (target=, --target or EN" in text
     assert text.endswith("(sent 3 times)")
@@ -272,7 +272,7 @@ async def test_several_addresses_without_a_server(caller: Caller) -> None:
         assert f"{host}:{port}: no encserve server here: connection refused" in text
 
 
-async def test_a_socket_file_that_is_not_there(caller: Caller, tmp_path: Path) -> None:
+async def test_a_missing_socket_file(caller: Caller, tmp_path: Path) -> None:
     text = await error_of(caller, f"unix:{tmp_path}/e.sock")
     assert text.startswith(f"unix:{tmp_path}/e.sock: no encserve server here: no such file or directory. Start one")
 
@@ -328,7 +328,7 @@ async def test_a_server_of_another_protocol(caller: Caller) -> None:
 
 
 async def test_a_server_that_answers_is_not_the_cause(service: FakeEncoder) -> None:
-    """Somebody else reports UNAVAILABLE, such as a proxy. The client does not add a cause."""
+    """A proxy reports UNAVAILABLE although the server answers. The client does not add a cause."""
     for failure in (UNREACHED, Failure(grpc.StatusCode.UNAVAILABLE, "no healthy upstream")):
         assert await asyncio.to_thread(Diagnosis(service.target, None).explain, failure) == failure
 
@@ -340,13 +340,13 @@ async def test_a_server_that_answers_is_not_the_cause(service: FakeEncoder) -> N
         Failure(grpc.StatusCode.INTERNAL, "failed to connect"),
     ],
 )
-def test_the_servers_own_failures_need_no_connection(failure: Failure) -> None:
+def test_a_servers_own_failure_starts_no_diagnosis(failure: Failure) -> None:
     assert not Diagnosis("127.0.0.1:1", None).may_help(failure)
     assert Diagnosis("127.0.0.1:1", None).explain(failure) is failure
 
 
-def test_a_machine_that_goes_down_is_noticed() -> None:
-    """A server with one address gets keepalive pings too. A connection is given up before the default timeout."""
+def test_a_machine_that_goes_down_is_detected() -> None:
+    """Keepalive pings also run for a server with one address. gRPC drops a dead connection before the timeout."""
     for target in ("localhost:50051", "dns:///encoder:50051"):
         options = dict(channel_options(target, 1, None, None))
         total = int(options["grpc.keepalive_time_ms"]) + int(options["grpc.keepalive_timeout_ms"])
@@ -384,7 +384,7 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
 
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_a_client_cannot_be_pickled(client: Any) -> None:
-    """Ray and multiprocessing pickle clients that a function uses. The error says what to do."""
+    """Ray and multiprocessing pickle the clients that a function uses. The error has an advice."""
     text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a client in each process"
     for settings in ({}, {"tls": Tls()}):
         with pytest.raises(TypeError, match=text):

@@ -119,7 +119,7 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A failed message is sent again after a wait with backoff, as often as its time allows."""
+    """A failed message is sent again after a backoff, until the time of the message is over."""
     server = Server(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
@@ -147,7 +147,7 @@ def test_attempts_end(
 
 
 def test_a_server_that_never_answers_gets_two_seconds() -> None:
-    """The waits have 1 s and 2 s. The second wait would end after the two seconds."""
+    """The waits are 1 s and 2 s. The second wait would end after the limit of two seconds."""
     server = Server(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
@@ -164,16 +164,16 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     ],
     ids=["a long outage", "a full server is there", "too short", "no outage"],
 )
-def test_an_outage_is_reported_once_and_then_its_end(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
-    """An outage is reported at the first failure that is half a second or more after the beginning."""
+def test_an_outage_and_its_end_are_reported_once(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
+    """An outage is reported at the first failure at least half a second after the start of the outage."""
     found = list[tuple[float, Outage]]()
     server = Server(failing(failures))
     encode(core_of(on_outage=lambda it: found.append((server.wire.time, it))), server, [[5]])
     assert found == told
 
 
-def test_each_outage_is_reported_whatever_messages_fail() -> None:
-    """Four messages at a time fail during two outages of 3 s each."""
+def test_each_of_two_outages_is_reported() -> None:
+    """Two outages take 3 s each. In each outage, four messages fail at the same time."""
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if server.wire.time % 23 < 3 else (20.0, echo(request))
@@ -286,7 +286,7 @@ def test_messages_suit_a_slow_server() -> None:
     assert server.wire.time == pytest.approx(2000 * 64 / 700)
 
 
-def test_each_half_has_its_own_timeout() -> None:
+def test_each_half_of_a_split_message_has_a_full_timeout() -> None:
     def too_large(request: pb.EncodeRequest) -> Outcome:
         if len(request.inputs) > 1:
             return 6.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
@@ -483,10 +483,10 @@ def refusing(bad: set[int]) -> Encode:
     invalid=st.sets(st.integers(0, 39), max_size=3),
     size=st.integers(1, 40),
 )
-def test_run_gives_rows_or_an_error_for_each_input(
+def test_run_returns_rows_or_an_error_for_each_input(
     n_inputs: int, refused: set[int], invalid: set[int], size: int
 ) -> None:
-    """The errors name exactly the refused inputs. The rows are those of a call without the refused inputs."""
+    """Exactly the refused inputs have errors. The rows equal the rows of a call without the refused inputs."""
     inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
     failed = {i for i in range(n_inputs) if i in refused | invalid}
     counts: list[tuple[int, int | None]] = []
@@ -585,7 +585,7 @@ def test_a_stored_error_does_not_grow() -> None:
         assert len(depths) == 1
 
 
-def test_an_index_beyond_the_inputs() -> None:
+def test_an_index_that_is_out_of_range() -> None:
     [output] = encode(core_of(), Server(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
     for index in (2, -1):
         with pytest.raises(IndexError, match=f"index must be from 0 to 1; was {index}"):
@@ -595,7 +595,7 @@ def test_an_index_beyond_the_inputs() -> None:
 
 
 def crashing(bad: set[int], seconds: float = 0.0) -> Encode:
-    """Make a server function that fails messages with a token id of `bad`, without an explanation."""
+    """Make a server function that fails each message with a token id in `bad`. The failure has no reason."""
 
     def answer(request: pb.EncodeRequest) -> Outcome:
         if any(item.token_ids.ids[0] in bad for item in request.inputs):
@@ -633,7 +633,7 @@ def test_run_raises_if_no_message_was_answered(bad: set[int]) -> None:
 
 
 def test_run_ends_after_8_failed_messages_in_a_row() -> None:
-    """A server that never answers does not delay each of 100 messages by the time of a message."""
+    """The call has 100 messages, and the server never answers. The call must not wait for each message in turn."""
     server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
@@ -656,7 +656,7 @@ def test_run_raises_an_error_of_all_inputs() -> None:
 
 
 def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
-    """So that the caller can end a call whose server is away, with an exception."""
+    """An exception of `progress` can then end the call while the server is unavailable."""
     server = Server(failing([DOWN] * 50))
     core = core_of()
     encode(core, Server(failing([])), [[1]])  # the server has answered before

@@ -32,7 +32,7 @@ def response_of(arrays: list[Array], width: int, dtype: DType = "float32") -> pb
 
 
 @given(st.data(), st.integers(1, 5), st.sampled_from(["float32", "float16"]))
-def test_ragged_rows_come_back(data: st.DataObject, width: int, dtype: DType) -> None:
+def test_ragged_rows_are_decoded_exactly(data: st.DataObject, width: int, dtype: DType) -> None:
     """Arrays of float32 or float16 are decoded bit for bit, including infinities and NaN.
 
     An array may also have no rows.
@@ -82,7 +82,7 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change: Callable[[pb.EncodeResponse], None], text: str) -> None:
+def test_an_inconsistent_reply_is_refused(change: Callable[[pb.EncodeResponse], None], text: str) -> None:
     response = good()
     decode_response(response, Options(), 2, describe=True)
     change(response)
@@ -90,7 +90,7 @@ def test_what_does_not_fit_together_is_refused(change: Callable[[pb.EncodeRespon
         decode_response(response, Options(), 2, describe=True)
 
 
-def test_a_pooled_output_has_one_row_each() -> None:
+def test_a_pooled_output_has_one_row_per_input() -> None:
     response = good()
     response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
     with pytest.raises(ProtocolError, match=r"lengths\[0\] must be 1; was 2"):
@@ -114,7 +114,7 @@ def test_the_pooling_of_the_model_has_any_kind() -> None:
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
-    """If special tokens are excluded, a sequence may have fewer vectors than tokens. More vectors are refused."""
+    """If special tokens are excluded, a sequence may have fewer vectors than tokens, but not more."""
     response = good()
     response.sequences[0].token_count = 4
     decode_response(response, Options(exclude_special_tokens=True), 2, describe=False)
@@ -179,7 +179,7 @@ def test_results_are_copies_of_the_messages() -> None:
 
 @pytest.mark.parametrize("kind", ["multi_vector", "sparse"])
 def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> None:
-    """The indices of another answer of the same call are not lost."""
+    """One answer of a call has no rows. The indices of the other answer are not lost."""
     response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
     response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
     part = decode_response(response, Options((Output(kind),)), 2, describe=False)

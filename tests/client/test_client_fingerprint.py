@@ -33,7 +33,7 @@ def switch_after(service: FakeEncoder, *counts: int) -> None:
     service.before = before
 
 
-async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_call_is_repeated_if_the_model_changes_meanwhile(caller: Caller, service: FakeEncoder) -> None:
     """The model changes between two messages of a call.
 
     The client repeats the whole call, because one result must not have vectors of two versions.
@@ -47,7 +47,7 @@ async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, se
     assert len(service.requests) == result.timings.attempts == 6
 
 
-async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_model_that_changes_in_each_attempt_is_an_error(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 1
     switch_after(service, 1, 2, 2, 2, 2)
     client = caller.connect(max_concurrent_messages=1)
@@ -56,9 +56,7 @@ async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, serv
     assert len(service.requests) == 9  # the client makes the call three times, with three messages each
 
 
-async def test_servers_of_different_versions_are_not_asked_about_their_model_every_time(
-    caller: Caller, service: FakeEncoder
-) -> None:
+async def test_replies_of_two_versions_do_not_cause_repeated_get_model(caller: Caller, service: FakeEncoder) -> None:
     """During a rollout, replies come alternately from two versions of the model.
 
     The client must not send GetModel again for each change of the version.
@@ -70,7 +68,7 @@ async def test_servers_of_different_versions_are_not_asked_about_their_model_eve
     assert service.n_get_model == 1
 
 
-async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEncoder) -> None:
+async def test_without_inputs_the_result_is_from_the_current_model(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
     await caller(client.token_vectors, TEXTS)
     service.fingerprint = "new"
@@ -83,7 +81,7 @@ async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEnc
         await caller(caller.connect(expected_space_id="mine").run, [])
 
 
-async def test_every_request_says_what_is_expected(caller: Caller, service: FakeEncoder) -> None:
+async def test_every_request_has_the_expected_ids(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect(expected_fingerprint=service.fingerprint, expected_space_id=service.space_id)
     await caller(client.token_vectors, TEXTS)
@@ -96,7 +94,7 @@ async def test_every_request_says_what_is_expected(caller: Caller, service: Fake
 
 
 @EITHER
-async def test_a_refusal_is_an_error_of_its_own(
+async def test_a_refused_id_has_a_separate_error_class(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
     """If the server refuses the expected value, the call raises SpaceError or FingerprintError.
@@ -119,7 +117,7 @@ async def test_a_refusal_is_an_error_of_its_own(
 
 
 @EITHER
-async def test_a_server_that_does_not_know_the_field_is_not_believed(
+async def test_the_client_checks_ids_if_an_old_server_does_not(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
     """An older server ignores the expected value and replies.
@@ -141,7 +139,7 @@ async def test_nothing_is_expected_by_default(caller: Caller, service: FakeEncod
 
 
 @EITHER
-def test_what_is_expected_is_text(caller: Caller, what: str, error: type[EncserveError]) -> None:
+def test_expected_ids_must_be_text(caller: Caller, what: str, error: type[EncserveError]) -> None:
     del error
     with pytest.raises(InvalidInputError, match=f"expected_{what} must be a str or None; was int"):
         caller.connect(**{f"expected_{what}": 7})

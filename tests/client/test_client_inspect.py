@@ -101,7 +101,7 @@ def test_the_request_has_the_task() -> None:
         ({"hidden_states": [3, 3]}, r"hidden_states\[1\] was 3 after 3$"),
         ({"attention": [0, 1.0]}, r"^attention\[1\] must be an int; was float$"),
         ({"attention": [False, True]}, r"^attention\[0\] must be an int; was bool$"),
-        ({"attention": []}, "^attention must name at least one layer; was empty: pass False to leave it out$"),
+        ({"attention": []}, "^attention must name at least one layer; was empty: pass False for no layers$"),
         ({"hidden_states": 1}, r"^hidden_states must be True, False or .* for one layer pass \[1\]$"),
         ({"attention": None}, "^attention must be True, False or a list of layers; was NoneType$"),
         ({"attention": "01"}, "was str$"),
@@ -143,7 +143,7 @@ async def test_only_one_input_is_taken(caller: Caller, service: FakeEncoder, ite
 # Tests of results.
 
 
-async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
+async def test_the_result_of_an_inspection(caller: Caller, service: FakeEncoder) -> None:
     result = await caller(caller.connect().inspect, "two words", positions=True)
     assert isinstance(result, InspectResult)
     assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
@@ -225,7 +225,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("n_chunks", [1, 16])
-def test_numbers_are_copied_once(n_chunks: int) -> None:
+def test_tensor_data_is_in_memory_only_once(n_chunks: int) -> None:
     """The reply has two tensors of 16 MiB each, in one chunk or in 16 chunks.
 
     Apart from the last chunk, no number is in memory twice.
@@ -369,7 +369,7 @@ async def test_layers_of_a_replaced_model_are_noticed(caller: Caller, service: F
     assert service.n_get_model == 3
 
 
-async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
+async def test_concurrent_inspections(caller: Caller, service: FakeEncoder) -> None:
     """One client makes 20 concurrent calls. Each call gets the result of its own input."""
     client = caller.connect()
     results = await asyncio.gather(*(caller(client.inspect, [5] * n) for n in range(1, 21)))
@@ -377,7 +377,7 @@ async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
         np.testing.assert_array_equal(result.hidden_states, tensor_of(HIDDEN, n))
 
 
-def test_the_call_in_virtual_time() -> None:
+def test_a_retried_call_on_a_fake_clock() -> None:
     """A failed request is sent again after the first backoff of 1 s. `total_seconds` includes this wait."""
     request = request_of()
     outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]

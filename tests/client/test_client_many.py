@@ -27,7 +27,7 @@ from encserve_client.inputs import check_spans
 from encserve_proto.v1 import encoder_pb2 as pb
 
 WORDS = rows_of([1, 3, 5, 2])  # the hidden states of "two words"
-LONG = [4] * 65  # one token more than the service accepts
+LONG = [4] * 65  # one more token than the service accepts
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
 
@@ -290,7 +290,7 @@ def test_token_spans() -> None:
 
 
 async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, service: FakeEncoder) -> None:
-    """The client remembers a model, and then the server replaces the model by one with a larger vocabulary."""
+    """The client remembers a model. The server then replaces the model with a model with a larger vocabulary."""
     service.model_info = pb.ModelInfo(sparse_width=10)
     client = caller.connect()
     await caller(client.embed, ["abc"], kind="sparse")

@@ -103,7 +103,7 @@ def test_channel_options() -> None:
         ({"metadata": ["ab"]}, r"metadata must be a dict or a list of \(key, value\) pairs"),
         ({"metadata": {5: "x"}}, "a metadata key must be a str; was int"),
         ({"metadata": {"Upper": "x"}}, "metadata must have names of a-z, .* was 'Upper'"),
-        ({"metadata": [("x", "ü")]}, "metadata must have values of printable ASCII; that of 'x' is not"),
+        ({"metadata": [("x", "ü")]}, "metadata must have values of printable ASCII; 'x' has another"),
         ({"metadata": {"x": 5}}, "metadata must have values of printable ASCII"),
         ({"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
         ({"timeout_seconds": None}, "timeout_seconds must be a number; was NoneType"),
@@ -121,11 +121,11 @@ def test_wrong_settings_are_refused(client: Any, settings: dict[str, Any], text:
         client(**settings)
 
 
-def test_a_certificate_needs_its_key() -> None:
+def test_a_certificate_needs_a_key() -> None:
     with pytest.raises(InvalidInputError, match="cert and key go together"):
         Tls(cert="client.pem")
 
 
-def test_numbers_of_numpy_are_accepted() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     with EncoderClient(timeout_seconds=np.float32(5), max_message_bytes=np.int64(2**20), channel_arguments={}):  # type: ignore[arg-type]
         pass

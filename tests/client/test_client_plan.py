@@ -79,7 +79,7 @@ def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_by
 
 
 @given(some_inputs.filter(bool))
-def test_halves_are_the_whole(inputs: list[Input]) -> None:
+def test_halving_a_message_loses_no_input(inputs: list[Input]) -> None:
     """Halve a message again and again until each part has one input.
 
     The parts contain every input once and in order. Each part has the index of its input in the call.
@@ -115,7 +115,7 @@ def test_a_half_of_a_message_copies_only_its_own_inputs() -> None:
     assert int(done.stdout) < 40 * 1024
 
 
-def test_messages_are_made_one_by_one() -> None:
+def test_messages_are_made_one_at_a_time() -> None:
     """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
     limits = Limits(1, 2**31, 2**31, 512)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, limits)

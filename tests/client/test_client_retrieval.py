@@ -35,7 +35,7 @@ SPARSE = pb.ModelInfo(sparse_width=100)
 
 
 @pytest.mark.parametrize("task", ["query", "document"])
-async def test_one_vector_each(caller: Caller, service: FakeEncoder, task: str) -> None:
+async def test_one_vector_per_text(caller: Caller, service: FakeEncoder, task: str) -> None:
     service.model_info = pb.ModelInfo(tasks=TASKS)
     client = caller.connect()
     vectors = await caller(client.embed, TEXTS, task=task, prompt_name="p", dimensions=3, truncate=True)
@@ -74,7 +74,7 @@ async def test_sparse_vectors(caller: Caller, service: FakeEncoder) -> None:
     assert (first.indices.tolist(), first.width) == ([3, 4], 100)
 
 
-async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEncoder) -> None:
+async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder) -> None:
     service.model_info = pb.ModelInfo(sparse_width=100, multi_vector_width=8, pooling=pb.OUTPUT_KIND_CLS, tasks=TASKS)
     client = caller.connect()
     assert (await caller(client.embed, TEXTS)).shape == (3, 8)
@@ -135,7 +135,7 @@ async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEnco
 async def test_the_model_lacks_what_the_call_asks_for(
     caller: Caller, service: FakeEncoder, lacking: dict[str, Any], options: dict[str, Any], problem: str
 ) -> None:
-    """The error is in the words of `embed`, and lists what the model has. No input is sent."""
+    """The error uses the arguments of `embed`, and lists the allowed values. No input is sent."""
     service.model_info = pb.ModelInfo(**lacking)
     client = caller.connect()
     with pytest.raises(InvalidRequestError) as caught:
@@ -162,7 +162,7 @@ async def test_a_kind_that_the_model_gets_later_is_noticed(caller: Caller, servi
         ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
     ],
 )
-async def test_what_no_server_takes(
+async def test_arguments_that_every_server_refuses(
     caller: Caller, service: FakeEncoder, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=problem):
@@ -170,13 +170,13 @@ async def test_what_no_server_takes(
     assert not service.requests
 
 
-def test_a_task_that_there_is_not() -> None:
+def test_an_unknown_task() -> None:
     with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'passage'"):
         Options(task="passage")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_indices_that_do_not_fit(count: int) -> None:
+def test_indices_of_the_wrong_length(count: int) -> None:
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_SPARSE,
         data_type=pb.DATA_TYPE_FLOAT32,
@@ -195,14 +195,14 @@ SETS = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.just(3)), elements
 
 
 @given(SETS, SETS)
-def test_maxsim_by_its_definition(query: Floats, document: Floats) -> None:
+def test_maxsim_equals_the_definition(query: Floats, document: Floats) -> None:
     want = sum(max(float(q @ d) for d in document) for q in query)
     assert maxsim(query, document) == pytest.approx(want)
     assert maxsim(query, document, "meanmaxsim") == pytest.approx(want / len(query))
 
 
 @given(SETS, st.lists(SETS, min_size=1, max_size=5))
-def test_a_ranking_is_of_all_documents_the_best_first(query: Floats, documents: list[Floats]) -> None:
+def test_a_ranking_has_all_documents_with_the_best_first(query: Floats, documents: list[Floats]) -> None:
     ranked = rank(query, documents)
     assert sorted(index for index, _ in ranked) == list(range(len(documents)))
     scores = [score for _, score in ranked]
@@ -217,7 +217,7 @@ def sparse(*weights: float) -> SparseVector:
 
 
 def test_each_kind_has_a_default_similarity() -> None:
-    """Cosine for single vectors, so the length of a document has no effect; the dot product for weights."""
+    """The default is cosine for single vectors, so a vector's length has no effect. For weights, dot product."""
     assert rank(np.array([3, 4.0]), [np.array([9, 0.0]), np.array([0.3, 0.4])]) == [(1, 1.0), (0, pytest.approx(0.6))]
     assert rank(sparse(2, 0, 1), [sparse(0, 9, 0), sparse(1, 0, 3), sparse(0, 0, 6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
 
@@ -232,8 +232,8 @@ BY_DEFINITION: dict[Any, Callable[[Floats, Floats], float]] = {
 
 
 @given(ROWS, st.sampled_from(sorted(BY_DEFINITION)), st.booleans())
-def test_similarities_by_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
-    """The first row is the query. A list of documents, an array of documents, and sparse weights give equal scores."""
+def test_similarities_equal_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
+    """Row 0 is the query. The scores are equal for a list of documents, an array, and sparse weights."""
     query, want = rows[0], [BY_DEFINITION[by](rows[0], row) for row in rows]
     rankings = [rank(query, rows, by), rank(query, list(rows), by), rank(query.astype(np.float16), rows, by)]
     if is_sparse:
@@ -263,8 +263,8 @@ def model(**fields: Any) -> ModelInfo:
     return model_info(pb.ModelInfo(d_model=3, **fields))
 
 
-def test_a_model_gives_its_own_similarity() -> None:
-    """The similarity of a model is that of the kind that it was trained for."""
+def test_a_model_selects_the_trained_similarity() -> None:
+    """The similarity of a model is for the kind that the model was trained for."""
     long, near = np.array([4, 3.0]), np.array([1, 0.0])
     for by, best in (("dot", 0), ("cosine", 1), ("euclidean", 1), ("", 1)):
         info = model(pooling=pb.OUTPUT_KIND_MEAN, similarity=by)
@@ -280,8 +280,8 @@ def test_a_model_gives_its_own_similarity() -> None:
 
 
 @pytest.mark.parametrize("documents", [np.ones((5, 3)), [np.ones(3)] * 5, [np.ones((2, 3))] * 5, [sparse(1, 0)] * 5])
-def test_the_best_documents(documents: Any) -> None:
-    """Of equal scores, the first documents are returned."""
+def test_top_k_returns_the_best_documents(documents: Any) -> None:
+    """Of documents with equal scores, the first documents are returned."""
     query = documents[0]
     assert [index for index, _ in rank(query, documents, top_k=3)] == [0, 1, 2]
     assert len(rank(query, documents, top_k=9)) == 5
@@ -289,7 +289,7 @@ def test_the_best_documents(documents: Any) -> None:
 
 
 def test_many_documents_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not depend on the size of a block, which bounds the extra memory."""
+    """The block size limits the extra memory. The result does not depend on the block size."""
     rng = np.random.default_rng(0)
     rows = rng.integers(-4, 5, (40, 6)).astype(np.float32)
     late = [rows[:n] for n in rng.integers(0, 9, 40)]
@@ -311,13 +311,13 @@ def test_a_document_without_vectors_comes_last() -> None:
     assert rank(query, [nothing, -query])[-1][0] == 0
 
 
-def test_the_model_must_have_made_the_vectors() -> None:
-    """The similarity of another model, which does not make this kind, is refused."""
+def test_a_model_without_the_kind_of_the_query_is_refused() -> None:
+    """`rank` refuses a model that does not return the kind of the query."""
     late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
     with pytest.raises(
         InvalidInputError,
-        match="similarity must be of the model that made the sparse weights; was of model late, with the kinds 'm",
+        match="similarity must be the model of the query; model late does not return sparse weights",
     ):
         rank(weights, [weights], late)
 
@@ -363,12 +363,12 @@ BITS = np.ones(3, np.uint8)
         (np.ones(3), [np.ones(3)], {"top_k": 1.5}, "top_k must be an int; was float"),
     ],
 )
-def test_what_cannot_be_ranked(query: Any, documents: Any, options: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_of_rank_are_refused(query: Any, documents: Any, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidInputError, match=problem):
         rank(query, documents, **options)
 
 
-def test_maxsim_is_of_several_vectors_and_by_one_of_two_names() -> None:
+def test_wrong_arguments_of_maxsim_are_refused() -> None:
     vectors = np.ones((2, 3), np.float32)
     for query, document, problem in (
         (NO_WEIGHTS, NO_WEIGHTS, r"query must be a \(n, width\) array of numbers; was sparse weights"),

@@ -180,7 +180,7 @@ def test_the_reason_decides_the_exception(failure: Failure, expected: type[Encse
     assert type(failure.to_exception(attempts=1)) is expected
 
 
-def test_exceptions_are_also_builtin_kinds() -> None:
+def test_exceptions_are_also_builtin_exceptions() -> None:
     """Some exceptions of the client are also built-in exceptions.
 
     Callers can therefore catch them as TimeoutError, ValueError or LookupError.
@@ -204,7 +204,7 @@ def test_trailers_are_read() -> None:
 
 
 @pytest.mark.parametrize("pushback", ["-1", "soon", "", "1.5", "٣"])
-def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
+def test_a_pushback_that_is_not_a_delay_forbids_retries(pushback: str) -> None:
     failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])
     assert failure.retry_forbidden
     assert not is_retryable(failure)

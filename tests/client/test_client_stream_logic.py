@@ -119,12 +119,12 @@ def test_every_input_is_answered_once(
     assert server.wire.most_out <= 4
 
 
-def test_results_come_as_they_are_ready_if_asked() -> None:
+def test_unordered_results_come_as_soon_as_they_are_ready() -> None:
     server = Server(lambda request: (10.0 - ids_in(request)[0], echo(request)))
     assert list(stream(server, [[1], [2], [3]], ordered=False, max_in_flight=4)) == [(2, 3), (1, 2), (0, 1)]
 
 
-def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
+def test_reading_stops_at_max_in_flight_if_the_first_answer_is_slow() -> None:
     """The first reply is slow. The client holds back the later results, because results must be in input order.
 
     Meanwhile the client reads only `max_in_flight` inputs.
@@ -135,7 +135,7 @@ def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
     assert len(read) == 5
 
 
-def test_a_ready_result_waits_for_one_read_at_most() -> None:
+def test_a_ready_result_waits_for_at_most_one_read() -> None:
     read: list[int] = []
     results = stream(Server(lambda request: (0.0, echo(request))), counting(1000, read))
     next(results)
@@ -144,7 +144,7 @@ def test_a_ready_result_waits_for_one_read_at_most() -> None:
     assert len(read) - before <= 1
 
 
-def test_a_server_that_does_not_come_back_ends_the_call() -> None:
+def test_a_call_fails_if_the_server_does_not_come_back() -> None:
     """The server goes down and does not come back. The call fails after the timeout of a message."""
     server = Server(lambda request: (0.0, DOWN) if server.wire.time > 1.0 else (0.7, echo(request)))
     with pytest.raises(ServerUnavailableError, match="^host:1: connection reset"):
@@ -153,7 +153,7 @@ def test_a_server_that_does_not_come_back_ends_the_call() -> None:
 
 
 def test_a_rate_that_is_exceeded_delays_the_call() -> None:
-    """The server takes two messages a second and refuses the others. No message runs out of time while it waits."""
+    """The server accepts two messages a second and refuses the others. No waiting message reaches the deadline."""
     next_place = 0.0
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -170,8 +170,8 @@ def test_a_rate_that_is_exceeded_delays_the_call() -> None:
     assert len(server.sent) < 500
 
 
-def test_a_message_that_runs_out_of_time_during_an_outage_stops_no_other() -> None:
-    """The retry of a message comes too late, because the machine was suspended. The other inputs get results."""
+def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
+    """The machine was suspended, so the retry of a message is after the deadline. The other inputs get results."""
     failures = {2: DOWN, 3: Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.0)}
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -189,7 +189,7 @@ def test_a_message_that_runs_out_of_time_during_an_outage_stops_no_other() -> No
 
 
 def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
-    """The caller takes 50 ms for each result. The wait before a retry is not longer for that."""
+    """The caller takes 50 ms for each result. The wait before a retry stays the same."""
     failures = [Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.0)]
     retried: list[float] = []
 
@@ -253,8 +253,8 @@ def test_an_error_of_the_options_ends_the_call() -> None:
     assert caught.value.index is None
 
 
-def test_a_slow_caller_costs_no_input_its_time() -> None:
-    """The caller takes 60 s with each result. The first message fails meanwhile, and is still sent again."""
+def test_the_time_of_a_slow_caller_does_not_count() -> None:
+    """The caller takes 60 s for each result. The first message fails meanwhile, and is still sent again."""
     failures = [DOWN]
     server = Server(lambda request: (3.0, failures.pop() if failures and 5 in ids_in(request) else echo(request)))
     found = []
@@ -272,7 +272,7 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
+def test_an_invalid_input_is_an_error_at_its_index(wrong: object, ordered: bool) -> None:
     """An invalid input gets an error that names its index, and is not sent. The other inputs get results."""
     server = Server(lambda request: (1.0, echo(request)))
     found = list(stream(server, [[7], wrong, [9]], ordered=ordered))
@@ -285,7 +285,7 @@ def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) ->
     assert server.sent == [[7], [9]]
 
 
-def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> None:
+def test_endless_invalid_inputs_are_read_only_up_to_max_in_flight() -> None:
     read: list[None] = []
 
     def inputs() -> Iterator[None]:
@@ -299,7 +299,7 @@ def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> Non
         assert len(read) <= taken + 3
 
 
-def test_short_inputs_that_come_fast_share_messages() -> None:
+def test_short_inputs_that_arrive_fast_share_messages() -> None:
     """The first input is sent immediately. Later messages have up to a quarter of `max_in_flight` inputs."""
     server = Server(lambda request: (1.0, echo(request)))
     found = dict(stream(server, [[i] for i in range(1, 1001)]))
@@ -310,14 +310,14 @@ def test_short_inputs_that_come_fast_share_messages() -> None:
     assert len(server.sent) < 1000 / 12
 
 
-def test_an_input_that_comes_alone_is_sent_at_once() -> None:
+def test_a_single_input_is_sent_at_once() -> None:
     """An input is sent immediately if all earlier inputs have been answered."""
     server = Server(lambda request: (0.0, echo(request)))
     times: list[float] = []
 
     def inputs() -> Iterator[list[int]]:
         for i in range(1, 6):
-            server.wire.time += 100.0  # longer than the timeout, but the timeout begins when an input is sent
+            server.wire.time += 100.0  # longer than the timeout, but the timeout starts when an input is sent
             times.append(server.wire.time)
             yield [i]
 

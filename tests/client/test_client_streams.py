@@ -63,7 +63,7 @@ async def test_pooled_results_are_vectors(caller: Caller) -> None:
         assert vector.flags.writeable
 
 
-async def test_a_lost_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
+async def test_each_input_has_one_result_after_a_lost_connection(caller: Caller, service: FakeEncoder) -> None:
     """The server stops during the stream, and starts again on the same port.
 
     Each input still gets exactly one result.
@@ -110,7 +110,7 @@ async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder,
     await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
 
 
-async def test_a_stream_that_was_never_begun_needs_no_closing(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_stream_without_iteration_needs_no_close(caller: Caller, service: FakeEncoder) -> None:
     threads = set(threading.enumerate())
     stream = caller.connect().stream([[1]])
     assert set(threading.enumerate()) == threads
@@ -118,7 +118,7 @@ async def test_a_stream_that_was_never_begun_needs_no_closing(caller: Caller, se
     assert service.requests == []
 
 
-async def test_the_callers_own_error_comes_through(caller: Caller, service: FakeEncoder) -> None:
+async def test_an_error_of_the_callers_iterable_is_raised(caller: Caller, service: FakeEncoder) -> None:
     def broken() -> Iterator[list[int]]:
         yield [1]
         raise KeyError("the caller's own")

@@ -155,7 +155,7 @@ async def test_server_name_replaces_the_host_name(start: Start, made: Certificat
         ("dns:localhost:{port}", True),
         ("ipv4:127.0.0.1:{port},127.0.0.1:1", True),
         ("ipv4:127.0.0.1:1,127.0.0.1:{port}", True),
-        ("dns://127.0.0.1/localhost:{port}", False),  # a DNS server of its own may resolve the name to another address
+        ("dns://127.0.0.1/localhost:{port}", False),  # a local DNS server may resolve the name to another address
     ],
 )
 async def test_the_diagnosis_tries_every_address(start: Start, made: Certificates, target: str, is_named: bool) -> None:
@@ -264,7 +264,7 @@ def test_invalid_certificate_files_are_refused(made: Certificates, tmp_path: Pat
             EncoderClient(tls=tls)
 
 
-def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diagnosis_of_a_silent_server_ends(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server accepts connections and sends nothing. The diagnosis ends after its timeout."""
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -277,7 +277,7 @@ def test_a_silent_server_is_given_up(made: Certificates, monkeypatch: pytest.Mon
 
 
 async def test_a_server_with_tls_but_without_http2(made: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An HTTPS server of HTTP/1.1, such as the server's own HTTP port."""
+    """The port speaks HTTPS with HTTP/1.1, like the HTTP port of encserve-server."""
     monkeypatch.setattr("encserve_client._grpc.diagnosis._SECONDS", 0.2)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.server.cert, made.server.key)

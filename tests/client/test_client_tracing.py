@@ -35,18 +35,18 @@ async def test_every_call_carries_the_current_span(caller: Caller, service: Fake
         assert (sent["traceparent"], sent["tracestate"], sent["x-tenant"]) == (TRACEPARENT, "congo=t61", "a")
 
 
-async def test_without_a_span_nothing_is_added(caller: Caller, service: FakeEncoder) -> None:
+async def test_without_a_span_no_metadata_is_added(caller: Caller, service: FakeEncoder) -> None:
     await caller(caller.connect().token_vectors, [[1, 2]])
     assert "traceparent" not in service.metadata[0]
 
 
 @pytest.mark.usefixtures("span")
-def test_what_the_caller_gave_stays() -> None:
+def test_the_callers_own_trace_metadata_stays() -> None:
     assert dict(with_trace((("traceparent", "mine"),))) == {"traceparent": "mine", "tracestate": "congo=t61"}
 
 
 @pytest.mark.usefixtures("span")
-def test_baggage_goes_along() -> None:
+def test_baggage_is_sent_too() -> None:
     token = attach(baggage.set_baggage("tenant", "a b"))
     try:
         assert dict(with_trace(()))["baggage"] == "tenant=a+b"
@@ -55,7 +55,7 @@ def test_baggage_goes_along() -> None:
 
 
 @pytest.mark.system
-def test_nobody_imports_opentelemetry_for_the_caller() -> None:
+def test_the_client_does_not_import_opentelemetry() -> None:
     code = """
 import sys
 from encserve_client import EncoderClient

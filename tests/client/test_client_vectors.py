@@ -61,7 +61,7 @@ def test_numbers_arrive_bit_for_bit(array: npt.NDArray[Any]) -> None:
     ],
     ids=["big-endian", "columns first", "every other row", "every other column", "reversed", "big-endian half", "mask"],
 )
-def test_neither_byte_order_nor_strides_are_sent(array: npt.NDArray[Any]) -> None:
+def test_byte_order_and_strides_do_not_change_the_sent_bytes(array: npt.NDArray[Any]) -> None:
     np.testing.assert_array_equal(read(pack(array)), np.asarray(array))
 
 
@@ -75,7 +75,7 @@ def test_float64_is_rounded_to_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) -> None:
+def test_the_error_of_a_nonfinite_number_has_row_and_column(dtype: Any, value: float) -> None:
     """If numbers are not finite, the error names the row and the column of the first of these numbers."""
     array = vectors(5, 4, dtype)
     array[3, 0] = array[2, 3] = value
@@ -85,7 +85,7 @@ def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) ->
 
 
 @pytest.mark.parametrize("value", [1e39, -1e300, sys.float_info.max])
-def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
+def test_the_error_of_a_number_too_large_for_float32_has_row_and_column(value: float) -> None:
     array = vectors(5, 4, np.float64)
     array[1, 2] = value
     with pytest.raises(

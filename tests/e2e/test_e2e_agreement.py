@@ -39,7 +39,7 @@ def assert_rows(got: Any, want: Any, tolerance: float) -> None:
     assert max(map(worst_relative_error, got, want)) <= tolerance
 
 
-def test_rows_are_equal_alone_in_batches_and_in_concurrent_calls(
+def test_rows_do_not_depend_on_batches_or_concurrent_calls(
     client: EncoderClient, minilm: Any, real_ids: list[int]
 ) -> None:
     sequences = [real_ids[7 * i : 7 * i + length] for i, length in enumerate(LENGTHS)]
@@ -51,7 +51,7 @@ def test_rows_are_equal_alone_in_batches_and_in_concurrent_calls(
         assert_rows(rows, alone, OTHER_BATCH)
 
 
-async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
+async def test_every_client_method_returns_the_right_rows_and_tokens(
     server: RealServer, client: EncoderClient, minilm: Any, tokenizer: Tokenizer
 ) -> None:
     result = client.run(TEXTS, include_token_strings=True)
@@ -71,7 +71,7 @@ async def test_rows_and_tokens_of_texts_by_each_method_of_the_clients(
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_golden_checkpoints_that_take_vectors(tmp_path: Path, engine: str) -> None:
+def test_golden_checkpoints_return_the_stored_rows_for_vectors(tmp_path: Path, engine: str) -> None:
     """Send vectors as inputs in single calls, a batch, a stream and Inspect. The outputs equal the stored outputs.
 
     The server refuses a call with token ids.
@@ -101,7 +101,7 @@ def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClie
     np.testing.assert_allclose(client.embed(TEXTS, dtype="float16"), means, atol=1e-3)
 
 
-def test_the_limit_of_a_text_is_max_seq_length(client: EncoderClient) -> None:
+def test_a_text_has_at_most_max_seq_length_tokens(client: EncoderClient) -> None:
     """The model's limit is 256 tokens, although the model has 512 positions. The server refuses longer texts.
 
     With truncation, the server cuts the text to 256 tokens, special tokens included.

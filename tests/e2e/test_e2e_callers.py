@@ -1,4 +1,4 @@
-"""The file of --callers changes under load. Or a read of a settings file hangs, because the disk hangs."""
+"""Tests changes of the callers file under load, and reads of settings files that hang."""
 
 import itertools
 import sys
@@ -158,7 +158,7 @@ main()
 
 @pytest.mark.parametrize("setting", ["--callers", "--api-key-file"])
 def test_calls_and_sigterm_work_while_a_read_hangs(tmp_path: Path, setting: str) -> None:
-    """A read of a file hangs. The log and a metric report it. Calls are answered, and SIGTERM ends the server."""
+    """A read of a file hangs. The log and a metric report the file. Calls are answered, and SIGTERM ends the server."""
     program = tmp_path / "encserve-server"
     program.write_text(HANGING)
     program.chmod(0o755)

@@ -178,7 +178,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
             await asyncio.sleep(0.01)
 
 
-async def test_health_through_envoy(envoy: RealEnvoy) -> None:
+async def test_envoy_passes_health_checks_but_no_health_watches(envoy: RealEnvoy) -> None:
     """Health.Check works through Envoy. Envoy refuses Health.Watch, because a watch would show only one server."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -198,7 +198,7 @@ async def test_a_client_calls_both_envoys(envoys: list[RealEnvoy]) -> None:
         assert envoy.metric("envoy_http_downstream_rq_xx", envoy_http_conn_manager_prefix="encserve") >= 10
 
 
-def test_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_ids: list[int]) -> None:
+def test_envoy_passes_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_ids: list[int]) -> None:
     with real_envoy(tmp_path, [server.target, server.target]) as envoy, EncoderClient(envoy.target) as client:
         sequences = [real_ids[start : start + 250] for start in range(0, 48 * 25, 25)]
         rows = client.token_vectors(sequences, model=MODEL)

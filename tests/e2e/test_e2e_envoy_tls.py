@@ -122,7 +122,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
         await server.app.stop()
 
 
-async def test_only_the_token_names_the_caller(deployment: Deployment) -> None:
+async def test_the_caller_name_comes_only_from_the_token(deployment: Deployment) -> None:
     """The server takes the caller's name from the token, over gRPC and HTTP.
 
     Envoy removes headers with a name or a key from the caller's request.
@@ -148,7 +148,7 @@ def callers_of(server: FakeServer) -> list[dict[str, str]]:
     ]
 
 
-async def test_other_tokens_are_refused_by_the_proxy(deployment: Deployment) -> None:
+async def test_envoy_refuses_invalid_tokens(deployment: Deployment) -> None:
     provider = deployment.provider
     wrong = [
         Provider().token("search"),

@@ -31,7 +31,7 @@ def test_attention_and_hidden_states_equal_the_reference(client: EncoderClient) 
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-async def test_the_last_hidden_states_equal_those_of_encode(
+async def test_inspect_and_encode_return_the_same_last_hidden_states(
     server: RealServer, client: EncoderClient, text: str
 ) -> None:
     result, info = client.inspect(text, positions=True), client.model()
@@ -56,7 +56,7 @@ async def test_the_last_hidden_states_equal_those_of_encode(
     np.testing.assert_allclose(some.hidden_states, result.hidden_states[[6]], atol=1e-2)
 
 
-def test_a_server_without_inspect(models: Path) -> None:
+def test_inspect_fails_if_inspections_are_off(models: Path) -> None:
     with real_server(models, "--model", MODEL, "--no-inspect") as server, EncoderClient(server.target) as client:
         assert not client.model().can_inspect
         with pytest.raises(InspectUnavailableError, match="inspections are off on this server"):

@@ -101,7 +101,7 @@ async def test_a_cancelled_and_an_expired_call_do_not_disturb_62_callers(
 
 
 @PROTOCOLS
-async def test_ten_times_the_queue_at_once(
+async def test_calls_beyond_the_queue_limit_are_answered_or_refused(
     models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
     """Send about ten times as many tokens as fit into the queue. Every call ends with OK or RESOURCE_EXHAUSTED.

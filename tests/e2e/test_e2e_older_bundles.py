@@ -46,7 +46,7 @@ def vectors(client: EncoderClient, model: str, kind: Kind) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_ids_and_vectors_of_a_bundle(name: str, client: EncoderClient) -> None:
+def test_older_bundles_keep_their_ids_and_vectors(name: str, client: EncoderClient) -> None:
     want = EXPECTED[name]
     info = client.model(name)
     assert (info.space_id, info.fingerprint) == (want["space_id"], want["fingerprint"])
@@ -57,7 +57,7 @@ def test_ids_and_vectors_of_a_bundle(name: str, client: EncoderClient) -> None:
                 assert distance <= TOLERANCE.get(name, 5e-5) * np.linalg.norm(expected)
 
 
-def test_an_older_space_id_can_be_expected(target: str) -> None:
+def test_a_client_can_expect_an_older_space_id(target: str) -> None:
     with EncoderClient(target, expected_space_id=EXPECTED["dense"]["space_id"]) as strict:
         assert len(strict.embed(TEXTS, task="query", model="dense")) == len(TEXTS)
         with pytest.raises(SpaceError, match=f"{EXPECTED['dense']['space_id']}.*{EXPECTED['late']['space_id']}"):

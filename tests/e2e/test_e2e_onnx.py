@@ -98,7 +98,9 @@ def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str, Path], engine: str, name: str) -> None:
+def test_rows_of_a_batch_with_mixed_lengths_equal_onnx_runtime(
+    onnx_client: EncoderClient, given: dict[str, Path], engine: str, name: str
+) -> None:
     random = np.random.default_rng(0)
     sequences = [random.integers(0, 50, length) for length in LENGTHS]
     got = onnx_client.token_vectors([ids.tolist() for ids in sequences], model=name)
@@ -116,7 +118,7 @@ def test_the_onnx_file_and_the_checkpoint_of_a_model_agree(
     np.testing.assert_allclose(onnx_client.embed(texts, model=MODEL), client.embed(texts), atol=SAME[engine])
 
 
-def test_unknown_sizes_are_zero(onnx_client: EncoderClient) -> None:
+def test_layers_and_heads_of_an_onnx_file_are_zero(onnx_client: EncoderClient) -> None:
     """The server reports 0 layers and 0 heads, because an ONNX file does not contain these numbers."""
     info = onnx_client.model("torch")
     assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

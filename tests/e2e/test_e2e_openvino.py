@@ -38,7 +38,7 @@ def sequences(real_ids: list[int]) -> list[list[int]]:
     return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
 
 
-def test_rows_in_float32(models: Path, client: EncoderClient, sequences: list[list[int]]) -> None:
+def test_float32_rows_of_both_engines_agree(models: Path, client: EncoderClient, sequences: list[list[int]]) -> None:
     flags = ("--model", MODEL, "--engine", "openvino")
     with real_server(models, *flags) as server, EncoderClient(server.target) as float32_client:
         together = float32_client.token_vectors(sequences)
@@ -47,7 +47,9 @@ def test_rows_in_float32(models: Path, client: EncoderClient, sequences: list[li
     assert max(map(worst_relative_error, together, alone)) <= 1e-5
 
 
-def test_rows_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient, sequences: list[list[int]]) -> None:
+def test_bfloat16_rows_of_both_engines_agree(
+    bfloat16_client: EncoderClient, client: EncoderClient, sequences: list[list[int]]
+) -> None:
     want = client.token_vectors(sequences)
     together = bfloat16_client.token_vectors(sequences)
     alone = [bfloat16_client.token_vectors([ids])[0] for ids in sequences]

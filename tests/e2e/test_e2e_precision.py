@@ -63,7 +63,7 @@ def rounded(rounded_server: RealServer) -> Iterator[EncoderClient]:
 
 
 @EACH
-def test_rows_of_real_text_alone_and_in_batches(
+def test_rounded_rows_of_real_text_are_close_to_float32(
     rounded: EncoderClient, client: EncoderClient, real_ids: list[int], precision: Precision
 ) -> None:
     sequences = [[101, *real_ids[11 * i : 11 * i + length - 2], 102][:length] for i, length in enumerate(LENGTHS)]
@@ -75,7 +75,7 @@ def test_rows_of_real_text_alone_and_in_batches(
 
 
 @EACH
-def test_the_server_names_the_precision(
+def test_the_server_reports_the_precision(
     rounded: EncoderClient, rounded_server: RealServer, precision: Precision
 ) -> None:
     assert rounded.model(f"{MODEL}-{precision}").precision == precision
@@ -124,13 +124,13 @@ def compare_retrieval(rounded: EncoderClient) -> Callable[[EncoderClient, str, s
 
 
 @EACH
-def test_scores_and_weights(
+def test_rounded_scores_and_sparse_weights_are_close_to_float32(
     rounded: EncoderClient, compare_retrieval: Callable[[EncoderClient, str, str], None], precision: str
 ) -> None:
     compare_retrieval(rounded, precision, precision)
 
 
-def test_scores_and_weights_in_bfloat16(
+def test_bfloat16_scores_and_sparse_weights_are_close_to_float32(
     rounded_models: Path, compare_retrieval: Callable[[EncoderClient, str, str], None]
 ) -> None:
     if not cpu_has_bfloat16():

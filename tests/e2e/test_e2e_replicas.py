@@ -1,6 +1,6 @@
 """Two servers are stopped, killed and started again under load. No call fails.
 
-The client calls both servers through Envoy, or takes turns between them (round robin).
+The client calls both servers through Envoy, or alternates between both servers (round robin).
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def test_no_call_fails_while_replicas_stop_and_restart(replicas: Replicas, targe
             assert was_stopping or was_dying, call
 
 
-def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
+def test_no_call_fails_while_a_replica_hangs(replicas: Replicas, target: Any) -> None:
     """Suspend a replica: connections stay open but carry no data, as if the network was lost. No call fails."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:

@@ -35,7 +35,7 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
     return np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
 
 
-def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
+def test_a_thousand_ranges_of_one_text_are_pooled(stub: Any) -> None:
     """Pool a thousand ranges of a text. Each vector differs by at most 1e-6 from NumPy's mean of the hidden states.
 
     A range is a start and an end in characters. Ranges may overlap, be empty, contain only white space, or be the

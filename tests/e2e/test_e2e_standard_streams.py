@@ -50,12 +50,12 @@ async def serve_and_stop(folder: Path, shell: str, **streams: int) -> None:
 
 
 @pytest.mark.parametrize("shell", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-async def test_closed_descriptors(tmp_path: Path, shell: str) -> None:
+async def test_the_server_works_with_closed_standard_streams(tmp_path: Path, shell: str) -> None:
     await serve_and_stop(tmp_path, shell)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_a_full_pipe_without_a_reader(tmp_path: Path, stream: str) -> None:
+async def test_the_server_works_with_a_full_output_pipe(tmp_path: Path, stream: str) -> None:
     reader, writer = os.pipe()
     try:
         os.set_blocking(writer, False)

@@ -177,8 +177,8 @@ async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealSer
 
 @pytest.mark.parametrize("l2_normalize", [False, True])
 @pytest.mark.parametrize("name", ["cut", "every-pooling", "prompt-left-out"])
-def test_dimensions_are_cut_like_in_the_library(zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool) -> None:
-    """Vectors with fewer dimensions equal those of sentence-transformers, with and without l2_normalize.
+def test_shortened_vectors_equal_the_library(zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool) -> None:
+    """Shortened vectors equal the vectors of sentence-transformers, with and without l2_normalize.
 
     The order is: the model's normalization, the cut, and then the normalization of the request (l2_normalize).
     """

@@ -84,7 +84,7 @@ def test_an_interruption_between_the_renames_leaves_one_version(
     assert folders(models) == ["model", "model/1"]
 
 
-def test_a_version_is_replaced_with_overwrite_only(models: Path) -> None:
+def test_only_overwrite_replaces_a_version(models: Path) -> None:
     write(models, "old")
     with pytest.raises(BundleExistsError, match=r"model/1 exists; give another --version, or --overwrite"):
         write(models, "new")
@@ -94,7 +94,7 @@ def test_a_version_is_replaced_with_overwrite_only(models: Path) -> None:
     assert folders(models) == ["model", "model/1"]
 
 
-def test_the_version_of_a_faster_export_stays(models: Path) -> None:
+def test_the_export_that_ends_first_wins(models: Path) -> None:
     with pytest.raises(BundleExistsError, match="model/1 exists"), draft(models, "model", "1", overwrite=False):
         write(models, "first")
     assert files(models) == {"model/1/manifest.json": "first"}
@@ -120,13 +120,13 @@ def test_invalid_names_are_refused(models: Path, name: str) -> None:
     assert not models.exists()
 
 
-def test_a_repository_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_repository_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file")
     with pytest.raises(BundleError, match="the export to .*models/model failed: "):
         write(tmp_path / "models", "x")
 
 
-def test_a_full_disk_is_named(models: Path) -> None:
+def test_the_error_reports_a_full_disk(models: Path) -> None:
     with pytest.raises(BundleError, match=r"the export to .*models/model failed: .*No space left on device"):
         write_half(models, OSError(errno.ENOSPC, "No space left on device"))
     assert not models.exists()

@@ -85,7 +85,7 @@ def test_hf_reports_the_result_on_stdout_and_progress_on_stderr(models: Path) ->
 
 
 @pytest.mark.system  # takes more than a second
-def test_hf_refuses_pooling_for_a_directory_with_its_own(tmp_path: Path, models: Path) -> None:
+def test_hf_refuses_pooling_if_the_directory_states_a_pooling(tmp_path: Path, models: Path) -> None:
     directory = shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     listed = [{"name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -206,7 +206,7 @@ def test_errors_have_no_traceback_and_write_nothing(arguments: tuple[object, ...
         (("onnx", GOLDEN / "checkpoint.safetensors", "--name", "m", "--precision", "int8"), "--precision"),
     ],
 )
-def test_wrong_usage(arguments: tuple[object, ...], message: str, models: Path) -> None:
+def test_wrong_usage_is_refused(arguments: tuple[object, ...], message: str, models: Path) -> None:
     result = run(*arguments, "--model-repository", models)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -241,5 +241,5 @@ def test_an_export_prints_as_one_line() -> None:
     assert repr(Exported(Path("models/m/1"), manifest)) == "Exported('m', version '1', s3-0, 'models/m/1')"
 
 
-def test_the_version_of_the_program() -> None:
+def test_the_command_prints_its_version() -> None:
     assert "0.1.0" in run("--version").stdout

@@ -37,14 +37,14 @@ def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
         ({"position": "none", "position_offset": 2}, "position_offset must be 0 without a table of positions; was 2"),
     ],
 )
-def test_a_field_out_of_range_is_named_with_its_numbers(fields: dict[str, Any], message: str) -> None:
+def test_the_error_names_a_field_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EncoderConfig.from_mapping({"vocab_size": 100} | fields)
     assert str(caught.value) == message
     assert isinstance(caught.value, ExportError)
 
 
-def test_unknown_fields_are_refused_by_name() -> None:
+def test_the_error_names_unknown_fields() -> None:
     with pytest.raises(ConfigError, match=r"unknown configuration fields: dropout, layers; known are vocab_size, "):
         EncoderConfig.from_mapping({"vocab_size": 100, "layers": 2, "dropout": 0.1})
 

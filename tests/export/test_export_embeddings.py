@@ -79,11 +79,11 @@ def test_embeddings_is_refused_for_a_model_that_takes_vectors(tmp_path: Path) ->
 
 
 def test_the_error_for_a_missing_table_names_two_options(tmp_path: Path) -> None:
-    with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings, and callers"):
+    with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings\. Then callers"):
         export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(model_repository=tmp_path, name="m"))
 
 
-def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
+def test_a_tokenizer_is_refused_for_vectors(tmp_path: Path, tiny: EncoderConfig) -> None:
     config = dataclasses.replace(tiny, input="embeddings", vocab_size=0)
     tokenizer = TokenizerFile(tmp_path / "tokenizer.json", 10, (), {})
     with pytest.raises(TokenizerError, match="this model's input is embeddings; leave the tokenizer out"):
@@ -98,7 +98,7 @@ def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
         ({"scale_embedding": True}, "scale_embedding must be false"),
     ],
 )
-def test_settings_of_token_ids_are_refused(fields: dict[str, Any], text: str) -> None:
+def test_token_id_settings_are_refused_for_vectors(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EncoderConfig.from_mapping({"input": "embeddings", **fields})
 
@@ -113,7 +113,7 @@ def test_init_reads_the_input_from_its_configuration(tmp_path: Path) -> None:
     assert [value.name for value in session.get_inputs()] == ["inputs_embeds", "attention_mask"]
 
 
-def test_the_command_passes_the_input_on(tmp_path: Path) -> None:
+def test_the_command_exports_a_model_that_takes_vectors(tmp_path: Path) -> None:
     fields = {"n_heads": 4, "norm": "post", "activation": "relu", "position": "none", "max_sequence_tokens": 16}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     file = DATA / "fused-qkv" / "checkpoint.safetensors"

@@ -90,7 +90,7 @@ def test_gelu_tanh_is_the_approximation(tiny: EncoderConfig) -> None:
     )
 
 
-def test_sinusoids_are_the_formula() -> None:
+def test_sinusoids_follow_the_formula() -> None:
     table = sinusoids(50, 8)
     for position in (0, 1, 17, 49):
         for column in range(8):
@@ -109,7 +109,7 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["post", "pre", "none"])
-def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
+def test_a_block_without_some_parts_follows_the_formula(tiny: EncoderConfig, norm: str, residual: bool) -> None:
     """Compare a block with the formula.
 
     The block has no biases and no feed-forward layer. In some cases, the block also has no norms or no residual

@@ -126,7 +126,7 @@ def export(trained: Path, models: Path, name: str = "mine", **options: Any) -> A
     return export_checkpoint(trained / "weights.safetensors", target, **defaults | options)
 
 
-def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -> None:
+def test_expected_rows_of_a_model_that_takes_vectors(trained: Path, models: Path, tmp_path: Path) -> None:
     table = load_file(trained / "weights.safetensors")["embedding.weight"]
     vectors = table[torch.from_numpy(ARRAYS["input_ids"])].numpy()
     given = write(tmp_path / "rows.safetensors", input_ids=None, inputs_embeds=vectors, rows=rows_of(trained))
@@ -174,21 +174,21 @@ def test_hf_and_onnx_compare_expected_rows(data: Path, models: Path, tmp_path: P
         ({"rows": np.array([[[{}]]])}, r"is not a readable \.safetensors file or \.npz file"),
     ],
 )
-def test_wrong_arrays(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_wrong_arrays_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ExpectedFileError, match=message):
         read_expected(write(tmp_path / "rows.npz", **changed))
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 broken", b"text"])
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".npy"])
-def test_broken_files(tmp_path: Path, content: bytes, suffix: str) -> None:
+def test_broken_files_are_refused(tmp_path: Path, content: bytes, suffix: str) -> None:
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(content)
     with pytest.raises(ExpectedFileError, match=r"is not a readable \.safetensors file or \.npz file of numpy\.savez"):
         read_expected(path)
 
 
-def test_a_file_of_one_array(tmp_path: Path) -> None:
+def test_a_file_of_one_array_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", ARRAYS["rows"])
     with pytest.raises(ExpectedFileError, match=r"\.npz file of numpy\.savez"):
         read_expected(tmp_path / "rows.npy")
@@ -207,7 +207,7 @@ def test_padding_may_have_any_values(tmp_path: Path) -> None:
         ({"input_ids": np.full((2, 5), -1)}, "was -1 to -1"),
     ],
 )
-def test_files_of_another_model(
+def test_expected_rows_of_another_model_are_refused(
     trained: Path, models: Path, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     given = write(tmp_path / "rows.npz", **{"rows": np.ones((2, 5, 32), np.float32)} | changed)
@@ -215,6 +215,6 @@ def test_files_of_another_model(
         export(trained, models, expect=given)
 
 
-def test_a_sequence_that_is_too_long(trained: Path, models: Path) -> None:
+def test_a_sequence_that_is_too_long_is_refused(trained: Path, models: Path) -> None:
     with pytest.raises(ExpectedFileError, match=r"at most 4 tokens, the model's max_sequence_tokens; was 5"):
         export(trained, models, expect=trained / "rows.npz", max_sequence_tokens=4)

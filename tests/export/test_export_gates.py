@@ -149,9 +149,7 @@ def test_faults_are_refused_for_a_model_with_a_large_float32_error(tmp_path: Pat
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3])
-def test_rows_that_move_by_more_than_3_times_the_bound_are_refused(
-    encoder: Encoder, tmp_path: Path, scale: float
-) -> None:
+def test_errors_above_3_times_the_bound_are_refused(encoder: Encoder, tmp_path: Path, scale: float) -> None:
     wrong = weights("blocks.0.attention.output.weight", lambda it: it * (1 + scale))(encoder)
     ids = torch.arange(50)[None].remainder(50)[:, :24]
     with in_float64(encoder), in_float64(wrong):
@@ -189,7 +187,7 @@ def test_attention_of_another_block_is_refused(tiny: EncoderConfig, tmp_path: Pa
         inspection_gate(encoder, graphs)
 
 
-def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+def test_wrong_inspections_in_lower_precisions_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
         inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))
@@ -287,7 +285,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: 
     assert parity.bounds == BOUNDS["float32"]
 
 
-def test_a_head_may_have_the_error_of_float32(tmp_path: Path) -> None:
+def test_float32_rounding_in_a_head_is_accepted(tmp_path: Path) -> None:
     """Export a head whose float32 result has few correct digits. The gate must accept the result.
 
     In this head, large numbers of opposite sign cancel out.
@@ -304,7 +302,7 @@ def test_a_head_may_have_the_error_of_float32(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 5000))
-def test_batches_have_one_token_the_longest_length_and_mixed_lengths(longest: int) -> None:
+def test_batches_cover_one_token_the_longest_and_mixed_lengths(longest: int) -> None:
     cases = case_lengths(longest)
     assert {(1,), (longest,), (longest, max(1, longest // 2), 1)} <= set(cases)
     assert all(1 <= length <= longest for lengths in cases for length in lengths)
@@ -333,7 +331,7 @@ def test_the_error_is_the_largest_error_of_a_row() -> None:
         ([np.inf, 1], [1, 1], np.inf, -1),
     ],
 )
-def test_zeros_and_numbers_that_are_not_finite(
+def test_comparisons_with_zeros_nan_and_infinity(
     got: list[float], want: list[float], error: float, cosine: float
 ) -> None:
     rows = np.array([got, [1, 1]], np.float32), np.array([want, [1, 1]], np.float32)

@@ -51,7 +51,7 @@ def test_golden_rows_alone_and_padded(bundles: dict[str, Exported], golden: str)
         assert relative_error(padded[row, : len(sequence)], alone) <= 1e-5
 
 
-def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
+def test_the_graph_has_the_declared_inputs_and_outputs(bundles: dict[str, Exported], golden: str) -> None:
     model = onnx.load(bundles[golden].path / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     described = {}

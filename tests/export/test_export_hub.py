@@ -48,7 +48,7 @@ def test_a_model_is_downloaded_and_found_again_offline(data: Path, models: Path,
 
 
 @pytest.mark.system
-def test_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     with fake_hub("owner/tiny-bert", data / "hf-bert") as endpoint:
         for arguments, message in (
             (("owner/other",), "no directory owner/other, and no such model on the hub that you can read"),
@@ -153,9 +153,7 @@ def test_a_failed_download_names_the_folder(error: Exception, tmp_path: Path, mo
         hub.download("owner/tiny")
 
 
-def test_a_typing_error_in_a_directory_is_not_a_model_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelled_directory_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints" / "right").mkdir(parents=True)
     message = "no directory checkpoints/wrong, but a directory checkpoints. .*--revision main$"

@@ -86,7 +86,7 @@ def _without_the_fast_path() -> Any:
 @pytest.mark.system  # PyTorch's dynamo exporter needs several seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:
+def test_pytorchs_own_encoder_is_exported(target: Target, norm_first: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(D_MODEL, 4, 64, activation="gelu", batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
@@ -117,7 +117,7 @@ def assert_rows(bundle: Path, module: nn.Module) -> None:
     assert worst_relative_error(rows[mask == 1], want[mask == 1]) <= 5e-5
 
 
-def test_vectors_in_place_of_ids(module: Mixing, target: Target) -> None:
+def test_a_module_may_take_vectors(module: Mixing, target: Target) -> None:
     module.embedding = nn.Identity()
     exported = export(module, target, input="embeddings", vocab_size=None, d_model=D_MODEL)
     graph = exported.manifest.graph
@@ -185,7 +185,7 @@ class ByMask(Mixing):
         (ByMask, "Could not extract specialized integer from data-dependent expression .*shows the line"),
     ],
 )
-def test_data_dependent_control_flow_is_refused_with_torchs_reason(
+def test_the_error_for_data_dependent_control_flow_has_torchs_reason(
     module: Mixing, target: Target, models: Path, kind: type[Mixing], reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"PyTorch cannot export {kind.__name__} as one graph: {reason}"):
@@ -235,7 +235,7 @@ class Returning(nn.Module):
         (torch.full((2, 7, 8), torch.nan), "returns hidden states that are not finite"),
     ],
 )
-def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, message: str) -> None:
+def test_modules_that_are_not_encoders_are_refused(target: Target, models: Path, made: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         export(Returning(made), target)
     assert not models.exists()
@@ -263,7 +263,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ),
     ],
 )
-def test_options_out_of_range(
+def test_options_out_of_range_are_refused(
     module: Mixing, target: Target, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -200,7 +200,7 @@ def _same_rows(one: Path, other: Path) -> None:
     np.testing.assert_array_equal(rows_of(one, feeds, "rows"), rows_of(other, feeds, "rows"))
 
 
-def test_last_hidden_state_among_several(file: Path, target: Target) -> None:
+def test_last_hidden_state_is_chosen_among_several_outputs(file: Path, target: Target) -> None:
     model = build()
     for name in ("states.0", "last_hidden_state"):
         model.graph.node.append(helper.make_node("Identity", ["rows"], [name]))
@@ -218,7 +218,7 @@ def test_weights_listed_as_inputs_are_not_inputs(file: Path, target: Target) -> 
     export_onnx(save(model, file), target, SHORT)
 
 
-def test_local_functions(file: Path, target: Target) -> None:
+def test_a_table_in_a_local_function_is_found(file: Path, target: Target) -> None:
     """Export a file in which a local function reads the embedding table. Expect the right vocab_size."""
     model = build()
     model.graph.node[0].CopyFrom(helper.make_node("Embed", ["table", "input_ids"], ["words"], domain="mine", name="e"))
@@ -229,7 +229,7 @@ def test_local_functions(file: Path, target: Target) -> None:
     assert export_onnx(save(model, file), target, SHORT).manifest.encoder.vocab_size == VOCAB_SIZE
 
 
-def test_operators_of_onnx_runtime(file: Path, target: Target) -> None:
+def test_operators_of_onnx_runtime_are_accepted(file: Path, target: Target) -> None:
     model = build()
     node_of(model, "words").output[0] = "before"
     model.graph.node.insert(1, helper.make_node("Gelu", ["before"], ["words"], domain="com.microsoft"))
@@ -261,7 +261,7 @@ def test_a_float16_file_keeps_its_precision(file: Path, target: Target, precisio
 
 
 @pytest.mark.parametrize(("kind", "named"), [(TensorProto.INT8, "int8"), (TensorProto.DOUBLE, "float32")])
-def test_the_coarsest_type_is_the_precision(kind: int, named: str) -> None:
+def test_the_least_precise_type_is_the_precision(kind: int, named: str) -> None:
     model = build()
     model.graph.initializer.append(helper.make_tensor("more", kind, [2, 2], [1, 2, 3, 4]))
     model.graph.initializer.append(helper.make_tensor("scale", TensorProto.FLOAT16, [1], [1]))
@@ -319,7 +319,9 @@ def test_a_vocab_size_above_the_table_is_refused(file: Path, target: Target) -> 
         export_onnx(save(_hide_the_table(build()), file), target, too_many)
 
 
-def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: Callable[..., Path]) -> None:
+def test_a_tokenizer_with_too_many_ids_is_refused(
+    file: Path, target: Target, write_tokenizer: Callable[..., Path]
+) -> None:
     tokenizer = read_tokenizer(write_tokenizer(file.parent / "words.json", 60))
     with pytest.raises(TokenizerError, match="token ids up to 59 .*; the model's vocab_size is 50"):
         export_onnx(save(build(), file), target, OnnxOptions(max_sequence_tokens=16, tokenizer=tokenizer))
@@ -333,7 +335,7 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
         (OnnxOptions(pad_token_id=-1), "pad_token_id must be from 0 to 49; was -1"),
     ],
 )
-def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
+def test_options_out_of_range_are_refused(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         export_onnx(save(build(), file), target, options)
     assert not target.model_repository.exists()

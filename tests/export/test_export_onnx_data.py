@@ -123,7 +123,7 @@ def test_a_blobs_folder_that_is_a_link_is_refused(file: Path, secret: Path) -> N
 
 
 @pytest.mark.parametrize("location", ["other.bin", "*/_ORT_MEM_ADDR_/*", "weights.bin/more"])
-def test_files_that_are_missing(file: Path, location: str) -> None:
+def test_missing_weight_files_are_refused(file: Path, location: str) -> None:
     point_elsewhere(file, location=location)
     text = refused(file)
     assert f"tensor 'table' has its data in {location!r}" in text
@@ -160,7 +160,7 @@ def test_wrong_offsets_and_lengths_are_refused(file: Path, entries: dict[str, st
     assert said in refused(file)
 
 
-def test_a_file_that_is_too_short(file: Path) -> None:
+def test_a_weights_file_that_is_too_short_is_refused(file: Path) -> None:
     content = (file.parent / "weights.bin").read_bytes()
     (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
     assert f"weights.bin, which has {TABLE_BYTES - 1} bytes; the file is incomplete" in refused(file)

@@ -163,7 +163,7 @@ def all_fixed(model: onnx.ModelProto) -> None:
         ),
     ],
 )
-def test_inputs_and_outputs(refused: Callable[..., str], change: Change, said: str) -> None:
+def test_wrong_inputs_and_outputs_are_refused(refused: Callable[..., str], change: Change, said: str) -> None:
     assert said in refused(change, OnnxInterfaceError)
 
 
@@ -186,7 +186,7 @@ def test_unknown_names_are_refused(refused: Callable[..., str], names: Names, sa
     assert said in refused(lambda _: None, OnnxInterfaceError, OnnxOptions(names=names))
 
 
-def test_a_named_output_of_another_rank(refused: Callable[..., str]) -> None:
+def test_a_named_output_of_another_rank_is_refused(refused: Callable[..., str]) -> None:
     def add(model: onnx.ModelProto) -> None:
         model.graph.output.append(value("count", FLOAT, ["batch", 1, 1, 1]))
         model.graph.output.append(value("pooled", FLOAT, ["batch", 8]))
@@ -239,7 +239,7 @@ def set_ir(version: int) -> Change:
         (set_ir(int(onnx.IR_VERSION) + 1), "ir_version"),
     ],
 )
-def test_operators_and_versions(refused: Callable[..., str], change: Change, said: str) -> None:
+def test_unknown_operators_and_versions_are_refused(refused: Callable[..., str], change: Change, said: str) -> None:
     text = refused(change, OnnxFileError)
     assert re.search(said, text)
     assert re.search(
@@ -316,7 +316,7 @@ def test_names_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
         export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 
-def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
+def test_damaged_files_raise_only_export_errors(tmp_path: Path) -> None:
     """Export damaged files. Each export must succeed or raise one of our errors, and no other exception."""
     content = build().SerializeToString()
     path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
@@ -407,7 +407,7 @@ def test_faults_that_appear_only_in_a_run_are_refused(refused: Callable[..., str
     assert said in refused(change, OnnxRunError)
 
 
-def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
+def test_a_model_that_ignores_its_mask_is_refused(refused: Callable[..., str]) -> None:
     def ignore(model: onnx.ModelProto) -> None:
         node_of(model, "total").input[0] = "placed"
 
@@ -417,11 +417,11 @@ def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("change", [train_dropout, train_normalization])
-def test_training_mode(refused: Callable[..., str], change: Change) -> None:
+def test_a_model_in_training_mode_is_refused(refused: Callable[..., str], change: Change) -> None:
     assert "the model was exported for training (without model.eval())" in refused(change, ParityError)
 
 
-def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
+def test_float16_rounding_that_depends_on_the_batch_is_refused(refused: Callable[..., str]) -> None:
     def ignore_in_float16(model: onnx.ModelProto) -> None:
         node_of(model, "total").input[0] = "placed"
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
@@ -429,7 +429,7 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
     assert "the model computes in float16, and rounding differs" in refused(ignore_in_float16, ParityError)
 
 
-def test_padding_ids_without_positions(refused: Callable[..., str]) -> None:
+def test_lengths_are_tested_without_padding_ids(refused: Callable[..., str]) -> None:
     """Export a model with a short position table, and expect the longest possible length in the error.
 
     In this model, as in RoBERTa, padding ids have no positions. A sequence of padding ids never reaches the end of the

@@ -38,13 +38,13 @@ def export_graph(folder: Path) -> manifest_pb2.Graph:
     [(8, 10), (10, 10), (16, 10), (64, 64)],
     ids=["512 bytes", "as large as the token table", "1,024 bytes", "large, like the token table"],
 )
-def test_positions_are_the_sinusoids(longest: int, vocab_size: int, tmp_path: Path) -> None:
+def test_inspected_positions_are_the_sinusoids(longest: int, vocab_size: int, tmp_path: Path) -> None:
     config = dataclasses.replace(TINY, max_sequence_tokens=longest, vocab_size=vocab_size)
     path = export_init(config, 0, Target(model_repository=tmp_path, name="m")).path
     np.testing.assert_allclose(positions_of(path), sinusoids(longest, 16).numpy(), atol=1e-6)
 
 
-def test_positions_of_another_table_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inspection_with_wrong_positions_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(TINY, position="learned", max_sequence_tokens=20, position_offset=2)
     check = agreement.check_inspection
 

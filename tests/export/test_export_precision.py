@@ -67,7 +67,7 @@ def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: st
 
 
 @pytest.mark.system
-def test_int8_of_a_trained_model_is_as_good_as_its_planner(models: Path) -> None:
+def test_int8_keeps_the_cosine_similarity_of_a_trained_model(models: Path) -> None:
     """Export a trained model in int8, and expect cosine similarities of at least 0.994.
 
     The lowest measured cosine similarity is 0.9946, for hidden states and for texts. A simpler method gave 0.9909.
@@ -83,7 +83,7 @@ def test_int8_of_a_trained_model_is_as_good_as_its_planner(models: Path) -> None
     assert found.count("QuantizeLinear") == 23
 
 
-def test_float32_is_not_judged_by_cosines(bundles: dict[str, Exported]) -> None:
+def test_float32_has_no_cosine_bound(bundles: dict[str, Exported]) -> None:
     parity = bundles["hf-bert"].manifest.parity
     assert (parity.min_cosine, parity.required_min_cosine, parity.required_min_padding_cosine) == (0, 0, 0)
 
@@ -181,7 +181,7 @@ def test_rounded_rows_are_within_half_a_step() -> None:
     assert (np.abs(rounded * scales - rows) <= scales / 2 * 1.0001).all()
 
 
-def test_the_error_of_a_layer_equals_its_plan() -> None:
+def test_the_error_of_a_layer_equals_the_prediction() -> None:
     """Round a layer. Expect that the error of the product equals the prediction of `plan_layer`."""
     random = np.random.default_rng(0)
     x = random.standard_normal((20, 16)).astype(np.float32)

@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],
 )
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_clear_error(directory: Path, via: str | None, fault: str) -> None:
+def test_an_error_has_one_line_and_advice(directory: Path, via: str | None, fault: str) -> None:
     change, message = FAULTS[fault]
     change(directory)
     assert re.search(message, refused(directory, via))
@@ -248,14 +248,14 @@ REFUSED_FAMILIES = {
 @pytest.mark.parametrize(
     "family", [pytest.param(it, marks=[] if it == "convbert" else pytest.mark.system) for it in REFUSED_FAMILIES]
 )
-def test_a_family_that_cannot_be_served_is_refused(family: str, tmp_path: Path) -> None:
+def test_an_architecture_that_cannot_be_served_is_refused(family: str, tmp_path: Path) -> None:
     settings, message = REFUSED_FAMILIES[family]
     architecture = Architecture(family, family, {**NAMED["ELECTRA"].settings, **settings})
     assert re.search(message, refused(save(architecture, tmp_path)))
 
 
 @pytest.mark.parametrize("via", [None, "onnx"])
-def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> None:
+def test_an_onnx_file_that_ignores_its_mask_is_refused(tmp_path: Path, via: str | None) -> None:
     directory = tmp_path / "directory"
     (directory / "onnx").mkdir(parents=True)
     model = build_onnx()
@@ -305,7 +305,7 @@ def test_the_report_lists_an_unused_decoder(tmp_path: Path) -> None:
     assert export(tmp_path / "directory", tmp_path / "models").unused_parts == ("decoder",)
 
 
-def test_a_cross_encoder(tmp_path: Path) -> None:
+def test_a_cross_encoder_is_refused(tmp_path: Path) -> None:
     """Export a cross-encoder on each route, and expect an error.
 
     The directory is in the format of sentence-transformers 6, which has a modules.json.

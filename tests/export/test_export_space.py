@@ -421,7 +421,7 @@ def test_inputs_outputs_attributes_and_opsets_of_functions_change_the_id() -> No
     assert len({onnx_space(it) for it in models}) == len(models)
 
 
-def test_a_given_id_is_kept(tiny: EncoderConfig, tmp_path: Path) -> None:
+def test_a_given_id_is_written(tiny: EncoderConfig, tmp_path: Path) -> None:
     """Export with a given space_id, and expect this id in the manifest.
 
     One given id has no version, as in the oldest bundles. The others have the versions s2 and s3.

@@ -46,13 +46,13 @@ TENSORS_AND_CONFIGURATION = "s3-134714750e47e1fe683d1e53b848e5d4"
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_a_directory(name: str, tmp_path: Path) -> None:
+def test_the_id_of_a_directory_is_fixed(name: str, tmp_path: Path) -> None:
     write, options, pinned = DIRECTORIES[name]
     target = Target(model_repository=tmp_path / "models", name="m")
     assert export_hf(write(tmp_path / "m"), target, **options).manifest.space_id == pinned
 
 
-def test_a_state_dict(tmp_path: Path) -> None:
+def test_the_id_of_a_state_dict_is_fixed(tmp_path: Path) -> None:
     shapes = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).state_dict()
     tensors = {name: space_models.fill(name, *tensor.shape) for name, tensor in shapes.items()}
     path = tmp_path / "weights.pt"
@@ -62,7 +62,7 @@ def test_a_state_dict(tmp_path: Path) -> None:
     assert exported.manifest.space_id == STATE_DICT
 
 
-def test_an_onnx_file() -> None:
+def test_the_id_of_an_onnx_file_is_fixed() -> None:
     model = build()
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT:
@@ -72,7 +72,7 @@ def test_an_onnx_file() -> None:
     assert digest_onnx(model, Interface("input_ids", "attention_mask", "", "rows")) == ONNX
 
 
-def test_tensors_and_a_configuration(tmp_path: Path) -> None:
+def test_the_id_of_tensors_and_a_configuration_is_fixed(tmp_path: Path) -> None:
     """Compute the space_id from tensors and a configuration, in the same way as `export_module`."""
     tensors = {"weight": space_models.fill("weight", 4, 4), "half": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)}
     configuration = {"heads": 2, "scale": 0.1, "names": ["é", None, True], "eps": 1e-12, "theta": 10000.0}

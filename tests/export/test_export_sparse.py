@@ -92,7 +92,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
-def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
+def test_heads_of_other_language_models_are_exported(kind: str, tmp_path: Path) -> None:
     """Export SPLADE models of other architectures, and expect success.
 
     The export itself compares the weights with sentence-transformers.
@@ -102,7 +102,7 @@ def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_queries_with_static_weights(static: Path, tmp_path: Path) -> None:
+def test_static_weights_for_queries_are_exported(static: Path, tmp_path: Path) -> None:
     exported = export(static, tmp_path)
     its = exported.manifest.query.static_sparse
     assert its.max_tokens == 40
@@ -112,7 +112,7 @@ def test_queries_with_static_weights(static: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_documents_with_static_weights(tmp_path: Path) -> None:
+def test_static_weights_for_documents_are_exported(tmp_path: Path) -> None:
     exported = export(write_static_queries(tmp_path / "model", documents=True), tmp_path)
     assert exported.manifest.document.HasField("static_sparse")
     assert not exported.manifest.query.HasField("static_sparse")
@@ -150,7 +150,7 @@ def test_weights_just_above_zero_are_accepted(tmp_path: Path) -> None:
 def test_a_precision_that_changes_weights_too_much_is_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tighten the bound for int8 in the comparison of texts only. Expect an error with the numbers."""
+    """Tighten the int8 bound, but only in the comparison of texts. Expect an error with the numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d of a row, at least 0.99999 is required; float32 is exact"
@@ -159,7 +159,7 @@ def test_a_precision_that_changes_weights_too_much_is_refused(
     assert not (tmp_path / "models").exists()
 
 
-def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
+def test_modules_that_a_bundle_cannot_express_are_refused(tmp_path: Path) -> None:
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -181,7 +181,7 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "csr")
 
 
-def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
+def test_bge_m3_has_three_outputs(bge_m3: Path, tmp_path: Path) -> None:
     exported = export(bge_m3, tmp_path)
     manifest = exported.manifest
     assert manifest.pooling == manifest_pb2.POOLING_CLS
@@ -234,7 +234,7 @@ def test_the_report_names_an_unused_language_model_head(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
-def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory: Path, tmp_path: Path) -> None:
+def test_a_model_that_cuts_texts_at_the_beginning_is_refused(where: str, directory: Path, tmp_path: Path) -> None:
     left = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     change(directory / where, **({"truncation": left} if where == "tokenizer.json" else {"truncation_side": "left"}))
     with pytest.raises(UnsupportedModelError, match=r'cuts long texts at their beginning .* Write "truncation_side"'):
@@ -244,7 +244,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
 
 
 @pytest.mark.system
-def test_another_tokenizer_of_a_table_changes_the_space_id(static: Path, tmp_path: Path) -> None:
+def test_a_changed_tokenizer_of_the_static_weights_changes_the_space_id(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()), indent=3))

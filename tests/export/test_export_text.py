@@ -26,7 +26,7 @@ def test_special_tokens_are_found_with_any_stored_truncation(
     assert (tokenizer.largest_id, tokenizer.around_text) == (29, (2, 3))
 
 
-def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
+def test_a_vocabulary_of_one_word_is_accepted(tmp_path: Path) -> None:
     Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
     assert read_tokenizer(tmp_path / "tokenizer.json").largest_id == 0
 
@@ -105,7 +105,7 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
         (256, 128, 128, "than 128 tokens, sentence-transformers gives different vectors"),
     ],
 )
-def test_the_maximum_length_is_that_of_sentence_transformers(
+def test_sentence_transformers_sets_the_maximum_length(
     usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
     """Choose the maximum length from the model, from sentence-transformers and from the user.

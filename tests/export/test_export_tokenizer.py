@@ -143,7 +143,7 @@ def change(path: Path, **changed: Any) -> None:
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_the_file_of_a_bundle_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+def test_a_bundle_tokenizer_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = load_tokenizer(write_directory(tmp_path / "directory", name))
     path = tmp_path / "tokenizer.json"
     file = write_tokenizer(theirs, path, made_of=None, add_special_tokens=True)
@@ -169,7 +169,7 @@ def test_the_comparison_finds_another_tokenizer(
 
 
 @pytest.mark.system
-def test_a_tokenizer_in_python_alone_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_runs_only_in_python_is_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "directory", "no settings", tokenizer_class="CanineTokenizer")
     with pytest.raises(TokenizerError, match=r"is a CanineTokenizer, which runs only in Python and cannot be written"):
         export(directory)
@@ -183,7 +183,7 @@ def test_a_tokenizer_with_random_ids_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
-def test_only_texts_with_an_added_token_without_a_row_are_refused(modules: bool, tmp_path: Path) -> None:
+def test_texts_with_an_added_token_without_an_embedding_are_refused(modules: bool, tmp_path: Path) -> None:
     """Export a tokenizer with an added token, and a model whose embedding table has no row for this token.
 
     The bundle must refuse texts with this token, and must encode all other texts. EmbeddingGemma has such a token.
@@ -205,7 +205,7 @@ def test_only_texts_with_an_added_token_without_a_row_are_refused(modules: bool,
 
 
 @pytest.mark.system
-def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path: Path) -> None:
+def test_without_special_tokens_an_empty_text_is_refused(tmp_path: Path) -> None:
     """Export a tokenizer without special tokens, and expect that the bundle refuses an empty text.
 
     sentence-transformers fails for an empty text too.
@@ -218,7 +218,9 @@ def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path
         embedder.embed(["the cat", ""])
 
 
-def test_a_text_for_which_sentence_transformers_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_text_that_sentence_transformers_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_model(tmp_path / "directory")
     monkeypatch.setattr(pipeline, "_TEXTS", ("Cats",))
     monkeypatch.setattr("sentence_transformers.SentenceTransformer.encode", lambda *_, **__: 1 / 0)
@@ -231,7 +233,7 @@ def test_a_text_for_which_sentence_transformers_fails_is_named(tmp_path: Path, m
     ("model_type", "file"),
     [("t5", "spiece.model"), ("xlm-roberta", "sentencepiece.bpe.model"), ("deberta-v2", "spm.model")],
 )
-def test_a_directory_with_a_sentencepiece_file_alone(model_type: str, file: str, tmp_path: Path) -> None:
+def test_a_directory_with_only_a_sentencepiece_file_is_exported(model_type: str, file: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModel
 
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -256,7 +258,7 @@ def test_a_directory_with_a_sentencepiece_file_alone(model_type: str, file: str,
 
 @pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
-def test_another_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misread_maximum_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = {"max_seq_length": 50}
     directory = write_directory(tmp_path / "directory", "no settings", modules=modules, transformer=transformer)
     if modules:
@@ -343,7 +345,7 @@ def test_rows_of_a_model_with_a_chat_template_are_compared(tmp_path: Path) -> No
         (CHATML + "{% if task == 'query' %}?{% endif %}", "treats queries and documents differently"),
     ],
 )
-def test_another_chat_template_is_refused(template: str, problem: str, tmp_path: Path) -> None:
+def test_other_chat_templates_are_refused(template: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=problem):
         read(write_chat(tmp_path / "directory", template))
 

@@ -66,7 +66,7 @@ def change(directory: Path, **changed: Tensor | None) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.system) for name in NAMED]
 )
-def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_hidden_states_and_attention_equal_transformers(name: str, tmp_path: Path) -> None:
     exported = export(save(NAMED[name], tmp_path), tmp_path / "models")
     manifest, theirs = exported.manifest, build(NAMED[name])
     theirs = theirs.get_encoder() if theirs.config.is_encoder_decoder else theirs
@@ -126,7 +126,7 @@ def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: P
 
 
 @pytest.mark.system  # takes more than a second
-def test_layers_that_share_weights_are_stored_once(tmp_path: Path) -> None:
+def test_shared_weights_are_stored_once(tmp_path: Path) -> None:
     sizes = []
     for n_layers in (1, 8):
         settings = NAMED["ALBERT"].settings | {"num_hidden_layers": n_layers}
@@ -150,7 +150,7 @@ def test_the_manifest_describes_the_model(data2vec: Path, models: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
+def test_the_longest_sequence_is_limited_by_the_positions(data2vec: Path, models: Path) -> None:
     (data2vec / "tokenizer_config.json").write_text('{"model_max_length": 30}')
     assert export(data2vec, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 64 for this model; was 65"):
@@ -158,9 +158,7 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
 
 
 @pytest.mark.system
-def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
-    tmp_path: Path, models: Path
-) -> None:
+def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: Path) -> None:
     """Export a model with longrope for long sequences. Expect an error that names the longest possible length.
 
     With longrope, a long text in a batch changes the positions of the short texts.
@@ -176,7 +174,7 @@ def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_wor
     assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
 
 
-def test_unused_heads_are_named(data2vec: Path, models: Path) -> None:
+def test_the_report_names_unused_heads(data2vec: Path, models: Path) -> None:
     weights = load_file(data2vec / "model.safetensors")
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
@@ -212,7 +210,7 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
     ("settings", "error", "message"),
     [
         ({"num_hidden_layers": 3}, WeightNamesError, r"weights are missing: encoder\.layer\.2\..* and \d+ more"),
-        ({"num_hidden_layers": 1}, WeightNamesError, r"no place for: encoder\.layer\.1\..* and \d+ more"),
+        ({"num_hidden_layers": 1}, WeightNamesError, r"does not have: encoder\.layer\.1\..* and \d+ more"),
         ({"intermediate_size": 64}, WeightShapeError, r"has shape \(128,\); config.json asks for \(64,\), and 5 more"),
         ({"num_attention_heads": 5}, ConfigError, "transformers cannot load .* as Data2VecTextModel"),
         ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer version"),
@@ -252,7 +250,7 @@ def test_integer_weights_are_refused(data2vec: Path, models: Path) -> None:
     assert not models.exists()
 
 
-def test_a_missing_shard(data2vec: Path, models: Path) -> None:
+def test_the_error_names_a_missing_shard(data2vec: Path, models: Path) -> None:
     weights = load_file(data2vec / "model.safetensors")
     (data2vec / "model.safetensors").rename(data2vec / "model-00001-of-00002.safetensors")
     names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
@@ -280,7 +278,9 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_padding_changes_rows_is_refused(
+    data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Export a model that ignores its mask, in PyTorch and in the graph. Expect an error."""
     from transformers import Data2VecTextModel
 
@@ -355,9 +355,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
 
 
 @pytest.mark.system
-def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
-    data2vec: Path, models: Path, tmp_path: Path
-) -> None:
+def test_the_onnx_file_of_an_unknown_model_type_is_used(data2vec: Path, models: Path, tmp_path: Path) -> None:
     bundle = export(data2vec, tmp_path / "before").path
     (data2vec / "onnx").mkdir()
     for file in bundle.glob("model.onnx*"):

@@ -26,7 +26,7 @@ def write_index(folder: Path, files: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_one_file(tmp_path: Path, name: str) -> None:
+def test_a_single_weights_file_is_read(tmp_path: Path, name: str) -> None:
     tensors = {"a": torch.ones(2, dtype=torch.float16)}
     if name.endswith(".bin"):
         torch.save(tensors, tmp_path / name)
@@ -37,7 +37,7 @@ def test_one_file(tmp_path: Path, name: str) -> None:
     assert weights.sha256 == sha256(tmp_path / name)
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
+def test_several_weights_files_with_an_index_are_read(tmp_path: Path) -> None:
     first, second = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     save_file({"a": torch.ones(2)}, first)
     save_file({"b": torch.zeros(3)}, second)
@@ -79,14 +79,14 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     ],
     ids=["empty", "zip", "pickle", "git lfs"],
 )
-def test_an_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_the_error_names_an_unreadable_file(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises((CheckpointFileError, UnsafeWeightsError), match=f"{name} is .*{AGAIN}"):
         read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
+def test_the_error_names_a_truncated_file(tmp_path: Path, name: str) -> None:
     tensors = {"a": torch.ones(1000)}
     if name.endswith(".bin"):
         torch.save(tensors, tmp_path / name)
@@ -101,7 +101,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
     ("content", "message"),
     [(None, "is missing$"), ("{", "cannot be read as JSON: "), ("[]", "hold a JSON object; was list")],
 )
-def test_a_json_file_that_is_missing_or_broken_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+def test_the_error_names_a_missing_or_broken_json_file(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)
@@ -196,7 +196,7 @@ def test_a_checkpoint_without_one_state_dict_is_refused(tmp_path: Path, content:
         read_checkpoint(path)
 
 
-def test_a_file_with_one_table(tmp_path: Path) -> None:
+def test_a_file_with_one_table_is_read(tmp_path: Path) -> None:
     table = torch.ones(3, 2)
     save_file({"embedding.weight": table}, tmp_path / "a.safetensors")
     torch.save({"state_dict": {"weight": table}}, tmp_path / "b.pt")

@@ -44,7 +44,7 @@ def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> Non
 @pytest.mark.system
 @pytest.mark.parametrize("precision", LEAST_COSINE)
 @pytest.mark.parametrize("name", ["all-of-it", "gemma"])
-def test_a_rounded_bundle_points_where_the_library_points(zoo: Zoo, name: str, precision: str) -> None:
+def test_rounded_vectors_are_close_to_the_library(zoo: Zoo, name: str, precision: str) -> None:
     row, exported = MODELS[name], zoo.export(name, served_as=f"{name}-{precision}", precision=precision)
     with open_bundle(exported.path) as embedder:
         for way in row.ways:
@@ -52,7 +52,7 @@ def test_a_rounded_bundle_points_where_the_library_points(zoo: Zoo, name: str, p
             assert least_cosine_of(got, zoo.vectors(name, way)) >= LEAST_COSINE[precision], way
 
 
-def test_static_vectors_do_not_depend_on_their_batch(zoo: Zoo) -> None:
+def test_static_vectors_do_not_depend_on_the_batch(zoo: Zoo) -> None:
     with open_bundle(zoo.export("static").path) as embedder:
         texts = MODELS["static"].texts
         alone = np.concatenate([embedder.embed([text]) for text in texts])

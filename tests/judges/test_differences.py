@@ -60,7 +60,7 @@ DIFFERENCES: dict[str, list[Case]] = {
 
 
 @pytest.mark.parametrize("cases", DIFFERENCES.values(), ids=DIFFERENCES)
-def test_reply(minilm: RealServer, cases: list[Case]) -> None:
+def test_the_replies_are_as_documented(minilm: RealServer, cases: list[Case]) -> None:
     for path, body, status, text in cases:
         reply = httpx.post(f"{minilm.url}{path}", json=body, trust_env=False, timeout=60)
         assert reply.status_code == status, body

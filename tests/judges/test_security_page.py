@@ -47,7 +47,7 @@ def with_ports(lines: str, server: RealServer) -> str:
 
 
 @pytest.mark.parametrize(("page", "expected"), [("security.md", 7), ("callers.md", 5)])
-def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
+def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
     write_bundle(tmp_path / "models", tokenizer=words())
     commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": commands, "NO_PROXY": "*"}

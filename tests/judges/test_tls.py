@@ -216,7 +216,8 @@ def test_openai(servers: Servers) -> None:
 def test_examples(servers: Servers, tmp_path: Path, language: str) -> None:
     """Run the examples in clients/examples, which use grpc-js and grpc-go.
 
-    With a right certificate or key, an example prints a vector. With a wrong key or without a certificate, it fails.
+    With a right certificate or key, an example prints a vector. With a wrong key or without a certificate, the example
+    fails.
     """
     made = servers.made
     if language == "go":

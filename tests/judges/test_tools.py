@@ -127,7 +127,7 @@ def test_every_tool_of_the_page_is_tested() -> None:
 
 
 @pytest.mark.parametrize("tool", ENVIRONMENTS)
-def test_python(
+def test_python_tools(
     server: RealServer,
     requests: dict[bool, tuple[Path, Array]],
     bin_of: Callable[[str], Path],

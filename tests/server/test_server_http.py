@@ -236,7 +236,7 @@ def spelled(body: Any, name: str) -> bytes:
 
 
 @pytest.mark.parametrize(("body", "field", "problem"), BAD)
-async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, problem: str) -> None:
+async def test_the_error_names_the_bad_field(shared: FakeServer, body: Any, field: str, problem: str) -> None:
     only_ids = isinstance(body, dict) and isinstance(body.get("INPUTS"), list) and "hello" not in body["INPUTS"]
     refused = await post(shared, OPENAI, spelled({**body, "add_special_tokens": False} if only_ids else body, "input"))
     assert error_of(refused) == (400, field.replace("INPUTS", "input") or None)

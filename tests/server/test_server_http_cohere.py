@@ -39,7 +39,9 @@ async def embed(server: FakeServer, path: str = V2, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("dimensions", [None, 3])
-async def test_vectors_of_every_type_have_the_bits_of_grpc(shared: FakeServer, dimensions: int | None) -> None:
+async def test_vectors_of_every_type_are_the_same_over_http_and_grpc(
+    shared: FakeServer, dimensions: int | None
+) -> None:
     reply = await embed(shared, texts=TEXTS, embedding_types=EVERY_TYPE, output_dimension=dimensions)
     got, cut = reply["embeddings"], dimensions or 0
     floats = await over_grpc(shared, *TEXTS, dimensions=cut)
@@ -79,7 +81,7 @@ async def test_the_first_version_gives_a_list_unless_the_request_names_types(sha
     assert (reply["response_type"], list(reply["embeddings"])) == ("embeddings_by_type", ["int8", "float"])
 
 
-async def test_several_texts_of_one_input_are_its_lines(shared: FakeServer) -> None:
+async def test_the_texts_of_one_input_are_joined_by_newlines(shared: FakeServer) -> None:
     inputs = [{"content": [{"type": "text", "text": word} for word in text.split()]} for text in TEXTS]
     reply, want = await embed(shared, inputs=inputs), await embed(shared, texts=TEXTS)
     assert reply["embeddings"] == want["embeddings"]
@@ -147,7 +149,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # a body, the field that the error name
 
 
 @pytest.mark.parametrize(("body", "field", "problem"), REFUSED)
-async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, problem: str) -> None:
+async def test_the_error_names_the_bad_field(shared: FakeServer, body: Any, field: str, problem: str) -> None:
     for path in (V1, V2):
         response = await post(shared, path, body)
         assert response.status_code == 400
@@ -164,7 +166,7 @@ async def test_unknown_models_and_bodies_that_are_not_json(shared: FakeServer) -
     assert (response.status_code, set(response.json())) == (400, {"id", "message"})
 
 
-async def test_the_refusal_of_a_sparse_model_names_its_route(serve: Serve) -> None:
+async def test_the_error_for_a_sparse_model_names_the_sparse_route(serve: Serve) -> None:
     splade = {"sparse.onnx": tiny_heads.sparse_file("max")}
     unspecified = manifest_pb2.POOLING_UNSPECIFIED
     server = await serve(splade, {"http_port": 0}, sparse=tiny_heads.sparse(), pooling=unspecified)

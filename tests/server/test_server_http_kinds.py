@@ -186,7 +186,7 @@ BAD = [  # a body, the field that the error names, and a part of the error text
 
 
 @pytest.mark.parametrize(("body", "field", "problem"), BAD)
-async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, problem: str) -> None:
+async def test_the_error_names_the_bad_field(shared: FakeServer, body: Any, field: str, problem: str) -> None:
     refused = await post(shared, "/pooling", body)
     assert refused.status_code == 400
     error = refused.json()["error"]

@@ -230,7 +230,7 @@ REFUSED = [  # a request, the field that the error names, and a part of the mess
 
 
 @pytest.mark.parametrize(("request_", "field", "problem"), REFUSED)
-async def test_bad_input_is_named(shared: FakeServer, request_: Any, field: str, problem: str) -> None:
+async def test_the_error_names_the_bad_field(shared: FakeServer, request_: Any, field: str, problem: str) -> None:
     failed = await refusal(ask(shared, "ModelInfer", request_, pb.ModelInferResponse))
     assert failed.code is INVALID
     assert failed.text.startswith(f"{field}: ")

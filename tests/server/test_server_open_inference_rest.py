@@ -300,7 +300,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check 
 
 
 @pytest.mark.parametrize(("body", "field", "problem"), REFUSED)
-async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, problem: str) -> None:
+async def test_the_error_names_the_bad_field(shared: FakeServer, body: Any, field: str, problem: str) -> None:
     response = await post(shared, PATH, body)
     assert response.status_code == 400, response.text
     assert set(response.json()) == {"error"}

@@ -171,7 +171,7 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
 
 
 @pytest.mark.parametrize(("bad", "field", "problem"), BAD_REQUESTS)
-async def test_bad_input_is_named_by_field_index_and_numbers(
+async def test_the_error_names_the_field_the_index_and_the_numbers(
     shared: FakeServer, bad: pb.EncodeRequest, field: str, problem: str
 ) -> None:
     batches = list(shared.engine.batches)

@@ -20,7 +20,7 @@ class Pair:
     key: Path
 
     def der(self) -> bytes:
-        """Return the certificate in the format DER, as `served` does."""
+        """Return the certificate in DER format, the format that `served` returns."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 

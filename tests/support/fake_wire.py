@@ -69,7 +69,7 @@ class FakeWire:
         raise NotImplementedError
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. If there is no event and no time limit, fail the test, because the wait would never end."""
+        """See `Wire`. Without an event and without a time limit, fail the test, because the wait would never end."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:

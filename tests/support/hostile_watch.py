@@ -38,7 +38,7 @@ ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
 # If the server exceeds the test's memory limit by this much, the watch kills the server to protect the machine.
 _KILLED_BEYOND_BYTES = 1024 * MIB
-# The key of the ordinary caller. Servers without keys ignore it.
+# The key of the ordinary caller. Servers without keys ignore the key.
 KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
 _INSPECT = "/encserve.v1.EncoderService/Inspect"

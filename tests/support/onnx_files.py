@@ -1,4 +1,4 @@
-"""Makes small ONNX encoders with names and structures like those in ONNX files of other authors."""
+"""Makes small ONNX encoders. The names and the structures are as in ONNX files of other authors."""
 
 import warnings
 from collections.abc import Callable, Sequence

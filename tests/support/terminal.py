@@ -56,7 +56,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """Everything that was written so far, without colours. A line that was overwritten is there too."""
+        """All lines of the output so far, including overwritten lines, without colours."""
         text = _ESCAPES.sub("\n", self._written.decode(errors="replace"))
         return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
@@ -72,7 +72,7 @@ class Terminal:
         return status
 
     def close(self) -> None:
-        """If the command still runs, kill it."""
+        """Kill the command if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -1,6 +1,6 @@
 """Heads of a tiny bundle. A head computes vectors or weights from hidden states.
 
-For each head, there is an ONNX file and a section of the manifest. The expected outputs are computed with NumPy.
+Each head has an ONNX file and a section of the manifest. NumPy computes the expected outputs.
 """
 
 import io

@@ -1,7 +1,7 @@
 // Prints the vector of each text as a line of JSON: go run . localhost:50051 "I understand this" "and that"
 //
-// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_TLS_KEY it shows a certificate.
-// With ENCSERVE_API_KEY it presents that key.
+// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a
+// client certificate. ENCSERVE_API_KEY is the key.
 package main
 
 import (
@@ -22,10 +22,10 @@ import (
 	"google.golang.org/grpc/metadata"
 )
 
-// The library's own bound on answers is 4 MiB; the server's default is 64.
+// The library's default limit of replies is 4 MiB; the server's limit is 64 MiB.
 const maxResponseBytes = 64 << 20
 
-// security is plaintext, or TLS with the files that the environment names.
+// security returns plaintext, or TLS with the files from the environment variables.
 func security() grpc.DialOption {
 	ca := os.Getenv("ENCSERVE_CA")
 	if ca == "" {

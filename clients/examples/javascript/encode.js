@@ -1,6 +1,6 @@
 // Prints the vector of each text as a line of JSON: node encode.js localhost:50051 "I understand this" "and that"
-// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_TLS_KEY it shows a certificate.
-// With ENCSERVE_API_KEY it presents that key.
+// ENCSERVE_CA is a PEM file of authorities, and turns on TLS. ENCSERVE_CERT and ENCSERVE_TLS_KEY are the files of a
+// client certificate. ENCSERVE_API_KEY is the key.
 "use strict";
 
 const fs = require("fs");
@@ -17,7 +17,7 @@ if (!texts.length) {
 
 const definition = protoLoader.loadSync("encserve/v1/encoder.proto", { includeDirs: [PROTO], keepCase: true });
 const { EncoderService } = grpc.loadPackageDefinition(definition).encserve.v1;
-// The library's own bound on answers is 4 MiB; the server's default is 64.
+// The library's default limit of replies is 4 MiB; the server's limit is 64 MiB.
 const limits = { "grpc.max_receive_message_length": 64 * 1024 * 1024 };
 const read = (name) => (process.env[name] ? fs.readFileSync(process.env[name]) : null);
 const security = process.env.ENCSERVE_CA

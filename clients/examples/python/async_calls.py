@@ -1,4 +1,4 @@
-"""Make several calls at the same time with asyncio. They share one client and its connection."""
+"""Make several calls at the same time with asyncio. All calls share one client and one connection."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Compare three texts with each other. One call sends all of them, however many there are."""
+"""Compare three texts with each other. One call can send any number of texts."""
 
 from encserve_client import EncoderClient
 

@@ -1,4 +1,4 @@
-"""Print the errors of single texts, of a wrong model, and of a server that is not there."""
+"""Print the errors of single texts, of a wrong model, and of a missing server."""
 
 from encserve_client import EncoderClient, EncserveError, ModelNotFoundError, ServerUnavailableError
 

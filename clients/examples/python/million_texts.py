@@ -1,4 +1,4 @@
-"""Write the vectors of a million texts to vectors.f16, in little memory. An argument sets another number of texts."""
+"""Write the vectors of a million texts to vectors.f16, with little memory. An argument changes the number of texts."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rank documents for a query. The model treats queries and documents as it was trained to."""
+"""Rank documents for a query. The task tells the model which text is a query or a document."""
 
 from encserve_client import EncoderClient, rank
 

@@ -83,8 +83,8 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--keep-space-id",
             metavar="ID",
             default="",
-            help="Write this space_id instead of the computed one, to keep using an index with this space_id. The "
-            "exporter cannot verify that the vectors fit the index.",
+            help="Write this space_id instead of the computed space_id. Then an index with this space_id stays usable. "
+            "The exporter cannot verify that the vectors fit the index.",
         ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it exists."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
@@ -120,7 +120,10 @@ _pooling_option = functools.partial(
 )
 _name_option = click.option("--name", required=True, help="The model's name.")
 _tokenizer_option = click.option(
-    "--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json. Without it the model takes token ids only."
+    "--tokenizer",
+    "tokenizer_path",
+    type=_FILE,
+    help="A tokenizer.json. Without a tokenizer, the model takes token ids only.",
 )
 _input_option = click.option(
     "--input",
@@ -128,7 +131,7 @@ _input_option = click.option(
     type=click.Choice(get_args(Input)),
     default="token_ids",
     show_default=True,
-    help="The input of the model: token ids, or embeddings, one vector per token.",
+    help="The model's input: token ids, or one vector per token (embeddings).",
 )
 _pad_token_id_option = click.option(
     "--pad-token-id", type=int, default=0, show_default=True, help="The token id that pads a batch."
@@ -136,8 +139,8 @@ _pad_token_id_option = click.option(
 _expect_option = click.option(
     "--expect",
     type=_FILE,
-    help="A .npz or .safetensors file with input_ids or inputs_embeds, attention_mask, and rows (hidden "
-    "states). The bundle must reproduce these rows.",
+    help="A .npz or .safetensors file with three arrays: input_ids (or inputs_embeds), attention_mask, and rows "
+    "(the hidden states). The bundle must reproduce these rows.",
 )
 
 
@@ -209,8 +212,7 @@ def hf(
     "--rename",
     metavar="OLD=NEW",
     multiple=True,
-    help="Replace OLD by NEW in the names of FILE's weights, as in blocks=layers or pos.weight=pos_embedding.weight. "
-    "May be given several times.",
+    help="Replace OLD by NEW in the names of FILE's weights, for example blocks=layers. May be repeated.",
 )
 @click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, if FILE has none.")
 @_tokenizer_option
@@ -219,7 +221,7 @@ def hf(
     type=click.Choice(["auto", *known_layouts()]),
     default="auto",
     show_default=True,
-    help="The naming scheme of FILE's weights; auto detects it.",
+    help="The naming scheme of FILE's weights; auto detects the scheme.",
 )
 @_input_option
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or the rows of the position table")
@@ -235,7 +237,7 @@ def checkpoint(
     layout: str,
     **options: Any,
 ) -> Exported:
-    """Export the state dict in FILE: safetensors, or a file of torch.save, in one of the layouts of --layout."""
+    """Export the state dict in FILE, a safetensors file or a file of torch.save. --layout lists the layouts."""
     return export_checkpoint(
         file,
         target,
@@ -298,7 +300,7 @@ def module(
 @_tokenizer_option
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}. The export runs a sequence of this length", default=DEFAULT_LONGEST)
 @_pad_token_id_option
-@click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of FILE's embedding table.")
+@click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of the embedding table.")
 @_pooling_options
 @_expect_option
 @click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input for token ids.")
@@ -392,7 +394,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification is not None  # noqa: S101 - every .py file has a specification
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = imported  # like `import`; dataclasses look up their module there
+    sys.modules[specification.name] = imported  # as `import` does: dataclasses look up their module in sys.modules
     sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):

@@ -86,8 +86,8 @@ class Naming:
     """The names of fields and enum values in one protocol, for error messages.
 
     Attributes:
-        fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. If the path has an index
-            `at`, the name contains the text after `at:`, and the index replaces `#`. The same applies to `place:`.
+        fields: A template for each field, such as `inputs{at:[#]}.token_ids{place:.ids[#]}`. `{at:[#]}` becomes `[3]`
+            for the index `at=3`, and empty for `at=None`. `{place:...}` works the same way.
             Instead of a template, a field may have a function that takes `at` and returns the template.
         values: The names of the values of each enum. Other values have their Python name, in lower case.
     """
@@ -293,13 +293,14 @@ class QueueFull(LimitReached, status=statuses.EXHAUSTED):
             queued: The size of the queue now.
             limit: The largest size of the queue.
             retry_delay_s: The seconds until a retry.
-            reopens_at: After the queue was full, it accepts requests again at this size. None if no such size exists.
+            reopens_at: A full queue accepts requests again when its size has fallen to this number. None while the
+                queue is open.
         """
         problem = f"the queue is full: it holds {queued} of at most {limit} {unit}"
         if asked is not None:
             problem += f" and this request has {asked}"
         if reopens_at is not None and queued + (asked or 0) <= limit:
-            problem += f"; after it was full, it accepts requests again at {reopens_at} {unit}"
+            problem += f"; the queue was full and accepts requests again at {reopens_at} {unit} or less"
         super().__init__(problem, retry_delay_s)
 
 

@@ -1,4 +1,4 @@
-"""`encserve bench`: the options. `bench_run` has the rest, because its imports would make the help slow."""
+"""The options of `encserve bench`. The slow imports are in `bench_run`, so that the help is fast."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     type=click.IntRange(1, 4096),
     multiple=True,
     metavar="N",
-    help="N callers. Each sends its next call after the reply to the last one. Default: 64.",
+    help="N callers. Each caller sends the next call after a reply. Default: 64.",
 )
 @click.option(
     "--rate",
@@ -92,9 +92,9 @@ def bench(
 ) -> None:
     """Load a server, and report throughput, latencies and errors.
 
-    --concurrency and --rate may be repeated. The report has a row for each. With --rate a latency counts from the time
-    when the call was due, even if the call was sent late. Ctrl-C ends the load at once, and the report has the calls
-    that ended before. The exit status is 1 if a row has no answered call.
+    --concurrency and --rate may be repeated. The report has a row for each value. With --rate a latency starts when the
+    call was due, even if the call was sent late. Ctrl-C ends the load at once. The report then has the calls that ended
+    before. The exit status is 1 if a row has no answered call.
     """
     from encserve_cli import bench_run
     from encserve_cli.load.calls import Request

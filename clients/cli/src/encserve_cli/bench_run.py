@@ -20,7 +20,7 @@ from encserve_client import AsyncEncoderClient, EncoderClient, ModelInfo
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _WIDTHS = (14, 9, 9, 10, *(7 for _ in _PERCENTILES), 8)
 _MODEL_FIELDS = ("name", "version", "fingerprint", "provider", "precision")
-_BUSY_CPU_SHARE = 0.8  # from this share of one CPU on, the load generator may be slower than the server
+_BUSY_CPU_SHARE = 0.8  # above this share of one CPU, the load generator may be slower than the server
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
     *,
     as_json: bool,
 ) -> list[LoadResult]:
-    """Run each load, and print the results. After Ctrl-C the results of the remaining loads are missing.
+    """Run each load, and print the results. After Ctrl-C, the remaining loads do not run.
 
     Raises:
         EncserveError: The server is not reachable, or refuses the model or the texts.
@@ -78,7 +78,7 @@ def _workload(
 
 
 def _run_one(open_client: Callable[[], AsyncEncoderClient], workload: Workload, load: Load) -> LoadResult:
-    """Run a load. If stderr is a terminal, show there which load runs."""
+    """Run a load. If stderr is a terminal, show the name of the load on it."""
     message = f"{_name(load)}: {load.warmup_seconds + load.seconds:g} s ..." if sys.stderr.isatty() else ""
     click.echo(message, nl=False, err=True)
     try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Group(click.Group):
-    """The command `encserve`, which ends with one line after Ctrl-C."""
+    """The command `encserve`. After Ctrl-C it writes one line and ends."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands before the options."""
@@ -93,8 +93,8 @@ def encode(
       .jsonl        a line for each text
       .parquet      text, rows and token_ids
 
-    --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
-    inputs. After a stop, the same command computes the missing rows.
+    --output FOLDER/ runs a job. The job fills the folder with .parquet files. The rows are in the order of the inputs.
+    After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.files.delivery import deliver, run_of
 

@@ -1,4 +1,4 @@
-"""The options of the connection to a server. Every command has them, and `encserve` has them before the command."""
+"""The options of the connection to a server. They may stand before or after the name of the command."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ Command = Callable[..., Any]
 FILE_TIMEOUT_SECONDS = 300.0
 Client = TypeVar("Client")
 
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by flag
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # flag → arguments of `click.option`
     "--target": {
         "default": "localhost:50051",
         "show_default": True,
@@ -30,8 +30,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # what `click.option` takes, by f
     "--timeout": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "The time for one message, with all retries. Many texts become several messages. Default: 30, and 300 "
-        "with --input.",
+        "help": "The time for one message, with all retries. Many texts are several messages. Default: 30, "
+        "or 300 with --input.",
     },
     "--tls": {"is_flag": True, "help": "Encrypt, and check the server's certificate."},
     "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
@@ -55,9 +55,9 @@ class Connection:
     """The server and the credentials of a command.
 
     Attributes:
-        target: The server, as `EncoderClient` takes it.
+        target: The server; see `EncoderClient`.
         timeout_seconds: The time for one message, with all retries.
-        file_timeout_seconds: The same for commands that read files, which should survive a restart of the server.
+        file_timeout_seconds: `timeout_seconds` of commands that read files: enough for a restart of the server.
         tls: The files and the name for TLS; False for plaintext.
         api_key: The key of the server, or None.
         metadata: Names and values for every call.
@@ -84,13 +84,13 @@ class Connection:
         return self._open(EncoderClient, timeout_seconds, priority)
 
     def async_client(self) -> "AsyncEncoderClient":
-        """Return a new client for asyncio. The errors are those of `client`."""
+        """Return a new client for asyncio. Raises the errors of `client`."""
         from encserve_client import AsyncEncoderClient
 
         return self._open(AsyncEncoderClient, self.timeout_seconds)
 
     def _open(self, kind: Callable[..., Client], timeout_seconds: float, priority: "Priority | None" = None) -> Client:
-        return kind(  # the only call, so that a warning is shown once
+        return kind(  # the only place, so that a warning is shown once
             self.target,
             tls=self.tls,
             timeout_seconds=timeout_seconds,
@@ -111,7 +111,7 @@ def _show_outage(outage: "Outage") -> None:
 def connection_options(command: Command) -> Command:
     """Add the connection options to a command.
 
-    The object of the click context is then a `Connection`. Options after the command's name win over options before it.
+    `click.Context.obj` is then a `Connection`. Options after the name of the command override options before the name.
     """
 
     @functools.wraps(command)

@@ -1,4 +1,4 @@
-"""`encserve inspect`: the options. `inspect_run` has the rest, because its imports would make the help slow."""
+"""The options of `encserve inspect`. The slow imports are in `inspect_run`, so that the help is fast."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -37,7 +37,7 @@ def run(
         source: The text, or the token ids.
         options: More arguments of `EncoderClient.inspect`, with the name and the version of the model.
         html: The file of the page; None for no page.
-        layers: The layers, from 0; None for all layers.
+        layers: The indices of layers, from 0; None for all layers.
         max_rows: The number of tokens to print.
         as_json: Whether to print JSON.
 
@@ -112,7 +112,7 @@ def _print_tokens(console: Console, result: InspectResult, max_rows: int) -> Non
 
 
 def _print_layers(console: Console, result: InspectResult) -> None:
-    columns: dict[str, dict[int, str]] = {  # the cells of each column, by depth
+    columns: dict[str, dict[int, str]] = {  # column → depth → cell
         "mean norm": {},
         "mean cosine": {},
         "mean entropy": {},

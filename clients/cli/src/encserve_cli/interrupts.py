@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a command ends at once, with one line on stderr."""
+"""Ctrl-C and SIGTERM end a command immediately, with one line on stderr."""
 
 import os
 import signal
@@ -16,39 +16,39 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_STOP_SECONDS = 1.0
 _META = "encserve_cli.interrupts"
 _STDERR = 2
-_ERASE_LINE = "\r\x1b[2K"  # with the ^C of the terminal
-_SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
+_ERASE_LINE = "\r\x1b[2K"  # also erases the ^C that the terminal shows
+_SHOW_CURSOR = "\x1b[?25h"  # because a progress bar hides the cursor
 
 
 class Interrupts:
     """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt, or stops a job.
 
-    If the command still runs after a second, the process ends: batches that run may take longer, and gRPC may wait for
-    a call that KeyboardInterrupt has cut off.
+    If the command still runs after a second, the process ends. Running batches may take longer, and gRPC may wait for a
+    call that KeyboardInterrupt has interrupted.
 
     Attributes:
-        came: Whether a signal came.
+        came: Whether a signal has arrived.
     """
 
     def __init__(self) -> None:
-        """Nothing is stopped yet."""
+        """Create a context without a job to stop."""
         self.came = False
         self._describe: Callable[[], str] = lambda: "stopped"
         self._stops: tuple[Callable[[], object], ...] = ()
-        self._is_shown = threading.Lock()  # held once the line is written
+        self._is_shown = threading.Lock()  # locked as soon as the line is written
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
 
     @staticmethod
     def current() -> "Interrupts":
-        """Return the context of the command that runs."""
+        """Return the context of the running command."""
         found: Interrupts = click.get_current_context().meta[_META]
         return found
 
     def describe(self, describe: Callable[[], str], *stops: Callable[[], object]) -> None:
-        """Take a function that returns the line, and functions that end a job soon.
+        """Set a function that returns the line, and functions that stop a job soon.
 
-        With functions that end a job, a signal calls them and does not raise KeyboardInterrupt.
+        If there are `stops`, a signal calls them and does not raise KeyboardInterrupt.
         """
         self._describe = describe
         self._stops = stops
@@ -59,14 +59,14 @@ class Interrupts:
             say(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{self._describe()}")
 
     def leave(self) -> None:
-        """Restore the handlers from before the context."""
+        """Restore the signal handlers that were set before the context."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def __enter__(self) -> "Interrupts":
         click.get_current_context().meta[_META] = self
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only in the main thread
             self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
         return self
 
@@ -78,7 +78,7 @@ class Interrupts:
         if self.came:
             return
         self.came = True
-        # A thread, because the interrupted code may hold a lock that is needed here.
+        # In a thread, because `_end` may need a lock that the interrupted code holds.
         threading.Thread(target=self._end, daemon=True).start()
         if not self._stops:
             raise KeyboardInterrupt
@@ -88,7 +88,7 @@ class Interrupts:
             stop()
         if not self._ended.wait(_LONGEST_STOP_SECONDS):
             if os.isatty(_STDERR):
-                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # a bar would draw itself again below a line
+                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # or the bar would appear again
             if self._is_shown.acquire(blocking=False):
                 os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
             os._exit(STOPPED)

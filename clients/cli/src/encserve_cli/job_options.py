@@ -13,7 +13,7 @@ Command = Callable[..., Any]
 
 
 class _ShardType(click.ParamType[tuple[int, int]]):
-    """I/N with 0 <= I < N, as two numbers."""
+    """Converts I/N to two numbers with 0 <= I < N."""
 
     name = "shard"
 
@@ -25,7 +25,7 @@ class _ShardType(click.ParamType[tuple[int, int]]):
         return int(index), int(count)
 
 
-_Options = Mapping[str, Mapping[str, Any]]  # what `click.option` takes, by flag
+_Options = Mapping[str, Mapping[str, Any]]  # flag → arguments of `click.option`
 _AT_LEAST_1 = click.IntRange(min=1)
 _FOLDER: _Options = {
     "--vectors": {"is_flag": True, "help": "Inputs are lists of vectors, one for each token."},
@@ -45,11 +45,11 @@ _FOLDER: _Options = {
     "--shard": {
         "type": _ShardType(),
         "metavar": "I/N",
-        "help": "Do share I of N, from 0/N to N-1/N. N commands do the job together, as in a Slurm array.",
+        "help": "Do only share I of N, with I from 0 to N-1. N commands do the job together, as in a Slurm array.",
     },
     "--dry-run": {"is_flag": True, "help": "Show the plan and the estimated time. Write nothing."},
 }
-# The options of the engine have the names of encserve-server.
+# The options of the engine have the same names as in encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
@@ -67,12 +67,13 @@ _BUNDLE: _Options = {
     },
     "--device": {
         "type": click.Choice(["auto", "cpu", "cuda"]),
-        "help": "The device. auto takes CUDA if CUDA loads, otherwise the CPU. Default: auto.",
+        "help": "The device. auto uses CUDA if CUDA loads, otherwise the CPU. Default: auto.",
     },
     "--max-batch-tokens": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "The most padded tokens in a batch. Default: measured when the model is loaded for the first time.",
+        "help": "The largest number of tokens in a batch, with padding. Default: measured at the first load of the "
+        "model.",
     },
     "--intra-op-threads": {
         "type": _AT_LEAST_1,
@@ -82,7 +83,7 @@ _BUNDLE: _Options = {
     "--parallel-batches": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "Batches that run at once. Default: one for each thread, at most 8; on CUDA 2.",
+        "help": "Batches that run at the same time. Default: one for each thread, at most 8; on CUDA 2.",
     },
     "--tokenizer-threads": {"type": _AT_LEAST_1, "metavar": "N", "help": "Threads that tokenize. Default: 2."},
     "--cache-dir": {
@@ -100,7 +101,7 @@ _RAY: _Options = {
     "--actors": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "The number of actors. Default: as many as fit on the present nodes.",
+        "help": "The number of actors. Default: as many as fit on the current nodes.",
     },
     "--actor-cpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "CPUs of an actor."},
     "--actor-gpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "GPUs of an actor."},
@@ -120,12 +121,12 @@ def makes_jobs(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
-        # Of an option that was not given: None, False, or no names.
+        # The value of an option that was not given is None, False or ().
         found = {name: options.pop(name) for name in _NAMES}
         given = {name: its for name, its in found.items() if its is not None and its is not False and its != ()}
         _check(given, options)
         if options["printing"].folder is not None:
-            from encserve_cli.job.command import run_job  # which imports pyarrow
+            from encserve_cli.job.command import run_job  # imports pyarrow, which is slow
 
             run_job(given, options)
         elif "bundle" in given:
@@ -149,13 +150,14 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raise UsageError for options that do not go together."""
     check_pooling(options.get("kind"), options.get("pooling"))
     if options["printing"].folder is None:
-        _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")
+        problem = "is for jobs: give --output a folder that exists, or a name that ends in /"
+        _check_absent(given, (*_FOLDER, *_RAY), problem)
     elif options["sources"].texts:
         raise click.UsageError("a job reads files; give --input FILE instead of TEXT")
     if "bundle" not in given:
         _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
     elif named := [name for name in ("model", "model_version") if options[name] is not None]:
-        raise click.UsageError(f"--{named[0].replace('_', '-')} is of a server; --bundle names the model itself")
+        raise click.UsageError(f"--{named[0].replace('_', '-')} is for a server; --bundle names the model itself")
     if "ray" not in given:
         _check_absent(given, _RAY, "goes with --ray")
     if "vectors" in given and options["sources"].ids:

@@ -21,22 +21,22 @@ Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
-_INTERRUPT_COLUMNS = 3  # for the ^C of the terminal, which would move the bar to another line
+_INTERRUPT_COLUMNS = 3  # room for the ^C of the terminal, which would otherwise wrap the bar
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """The progress of a job, or of the inputs that become one file.
+    """The progress of a job, or of a command that writes one file.
 
     Attributes:
-        rows: The rows that are done, also by earlier runs. In unfinished parts, the encoded rows count.
-        total_rows: The rows of the job; None if they are not known.
-        parts: The parts that are done.
-        rejected: The rows that were rejected.
-        tokens: The tokens that this run computed, without padding.
-        padding: The share of padding in the work of this run, from 0 to 1; None if it is not known.
+        rows: The number of finished rows, earlier runs included. Encoded rows of unfinished parts count too.
+        total_rows: The number of rows of the job; None if unknown.
+        parts: The number of finished parts.
+        rejected: The number of rejected rows.
+        tokens: The number of tokens that this run computed, without padding.
+        padding: The share of padding in this run's tokens, from 0 to 1; None if unknown.
         seconds: The duration of this run so far.
-        rows_before: The rows that earlier runs did.
+        rows_before: The number of rows from earlier runs.
     """
 
     rows: int
@@ -50,17 +50,17 @@ class JobProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """The tokens of this run per second."""
+        """The number of tokens per second in this run."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def rows_per_second(self) -> float:
-        """The rows of this run per second."""
+        """The number of rows per second in this run."""
         return (self.rows - self.rows_before) / self.seconds if self.seconds else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """The time for the other rows at the same speed; None if it is not known."""
+        """The time for the remaining rows at the same speed, in seconds; None if unknown."""
         if self.total_rows is None or not self.rows_per_second:
             return None
         return max(self.total_rows - self.rows, 0) / self.rows_per_second
@@ -73,10 +73,10 @@ class ProgressCounter:
     """Counts the work of a run, and reports the progress after each count. Any thread may count.
 
     Attributes:
-        rows: The rows in finished parts.
-        parts: The finished parts.
-        rejected: The rejected rows.
-        tokens: The tokens that this run computed, without padding.
+        rows: The number of rows in finished parts.
+        parts: The number of finished parts.
+        rejected: The number of rejected rows.
+        tokens: The number of tokens that this run computed, without padding.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ProgressCounter:
         return time.monotonic() - self._began
 
     def count_batch(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
-        """Count rows that are encoded, with their tokens; 0 for an unknown number."""
+        """Count encoded rows and their tokens. 0 tokens if unknown."""
         with self._lock:
             self._batch_rows += rows
             self.tokens += tokens
@@ -114,7 +114,7 @@ class ProgressCounter:
         self.report()
 
     def count_part(self, rows: int, rejected: int) -> None:
-        """Count a part that is written."""
+        """Count a written part."""
         with self._lock:
             self.parts += 1
             self.rows += rows
@@ -140,9 +140,9 @@ class ProgressCounter:
 
 
 def counting(count: Count) -> Progress:
-    """Return a `Progress` of a client's call that calls `count` with the number of inputs that are newly done.
+    """Return a `Progress` for a client's call. It calls `count` with the number of newly finished inputs.
 
-    A failed attempt calls `count` too, with 0, so that `count` can stop the call.
+    After a failed attempt it calls `count` with 0, so that `count` can stop the call.
     """
     counted = 0
 
@@ -158,13 +158,13 @@ def counting(count: Count) -> Progress:
 def shown_progress(
     total_rows: int | None, unit: str, *, as_json: bool = False, clock: Clock = time.monotonic
 ) -> Iterator[OnProgress]:
-    """Give a function that shows progress. Any thread may call the function, at any rate.
+    """Yield a function that shows progress. Any thread may call the function, as often as it likes.
 
     Args:
-        total_rows: The rows of the job; None if they are not known.
+        total_rows: The number of rows of the job; None if unknown.
         unit: The name of the inputs, such as "texts".
         as_json: Whether to write JSON to standard output; otherwise the progress goes to standard error.
-        clock: Tells the time in seconds.
+        clock: Returns the time in seconds.
     """
     console = Console(stderr=True)
     if as_json:
@@ -178,7 +178,7 @@ def shown_progress(
 
 
 def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = float("-inf")) -> OnProgress:
-    """Return a function that shows progress at most once in so many seconds."""
+    """Return a function that shows progress at most once in `seconds`."""
     lock = threading.Lock()
     next_at = first_at
 
@@ -194,7 +194,7 @@ def _every(seconds: float, show: OnProgress, clock: Clock, first_at: float = flo
 
 @contextmanager
 def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProgress]:
-    """Give a function that shows a bar. The bar takes the columns that the text leaves."""
+    """Yield a function that shows a bar. The bar gets the columns that the text leaves free."""
     console.width -= _INTERRUPT_COLUMNS
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
@@ -239,5 +239,5 @@ def _time_left(it: JobProgress) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: "0:00:07", or "2 days, 3:00:00"."""
+    """Format a duration: "0:00:07", or "2 days, 3:00:00"."""
     return str(timedelta(seconds=round(seconds)))

@@ -12,17 +12,17 @@ from rich.text import Text
 
 from encserve_client import Array, EncodeResult, InspectResult, ModelInfo, SequenceInfo
 
-_GAP = 2  # between two columns of a `make_table`
+_GAP = 2  # columns between two cells of a table
 _NUMBER_WIDTH = 7  # "-12.345"
 _ID_WIDTH = 6
 _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
 _NO_VECTORS = "no vectors"  # instead of a score
-_MIN_TEXT_WIDTH = 20  # of a text in a table of scores
+_MIN_TEXT_WIDTH = 20  # columns of a text in a table of scores
 
 
 def row_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
-    """Return the token and the id of each row of a text. If the rows lack special tokens, the result lacks them too."""
+    """Return (token, id) for each row of a text. Special tokens without a row are left out."""
     ids = info.token_ids if info.token_ids is not None else np.full(info.token_count, -1)
     tokens = info.tokens or ("",) * info.token_count
     has_row = np.ones(len(ids), np.bool_)
@@ -38,7 +38,7 @@ def print_made(texts: Sequence[str], result: EncodeResult, max_rows: int) -> Non
 
 
 def print_rows(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of tokens × dimensions, or of vectors × dimensions with the token of each vector, for each text."""
+    """Print a table for each text: a row for each token or vector, a column for each dimension."""
     console = Console(highlight=False)
     output = result.outputs[0]
     sequences = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
@@ -69,7 +69,7 @@ def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
 
 
 def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of the largest weights of each text. Weights of tokens in the text have the token's name."""
+    """Print a table of the largest weights of each text. A weight has a token's name if the token is in the text."""
     console = Console(highlight=False)
     for text, vector, info in zip(texts, result.outputs[0].sparse_vectors(), result.sequences, strict=True):
         tokens_by_id = {token_id: token for token, token_id in row_tokens(info, info.token_count)}
@@ -104,14 +104,14 @@ def print_tokens(console: Console, text: str, info: SequenceInfo) -> None:
 
 
 def vector_names(info: SequenceInfo, positions: npt.NDArray[np.uint32] | None, count: int) -> list[str]:
-    """Return the token of each vector of a text. Without positions the vectors are pooled, and have no token."""
+    """Return the token of each vector of a text. If `positions` is None, the vectors are merged and have no token."""
     if positions is None:
         return ["(pooled)"] * count
     return [str(position) if info.tokens is None else info.tokens[position] for position in positions.tolist()]
 
 
 def print_saved(path: Path, result: EncodeResult, inputs: int, rows: int, seconds: float) -> None:
-    """Print the size of an output file, the time, and the model of `result`, the last reply."""
+    """Print the size of an output file, the time, and the model. `result` is the last reply."""
     console = Console(highlight=False)
     output = result.outputs[0]
     size = f"{rows:,} weights of {output.sparse_width:,}" if output.kind == "sparse" else f"{rows:,} rows"
@@ -124,11 +124,11 @@ def print_saved(path: Path, result: EncodeResult, inputs: int, rows: int, second
 def print_similarity(
     texts: Sequence[str], scores: npt.NDArray[np.float64], compared_by: str, result: EncodeResult
 ) -> None:
-    """Print the scores, (texts, texts), with a text at the left of each row. A wide matrix becomes several tables."""
+    """Print the scores, (texts, texts), with the text before each row. A wide matrix becomes several tables."""
     console = Console(highlight=False)
     cells = [[f"{value:.3f}" for value in row] for row in scores.tolist()]
     cell_width = max(_COSINE_WIDTH, *(len(cell) for row in cells for cell in row))
-    fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
+    fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # edges, column of numbers, gap after the text
     per_table = max((console.width - fixed - _MIN_TEXT_WIDTH) // (cell_width + _GAP), 1)
     for first in range(0, len(texts), per_table):
         numbers = range(first, min(first + per_table, len(texts)))
@@ -152,7 +152,7 @@ def print_ranking(
 
     Args:
         texts: The query, then the documents.
-        ranking: The index and the score of each document, in the order of the table. Document i is texts[i + 1].
+        ranking: (index, score) of each document, in the order of the table. Document i is texts[i + 1].
         compared_by: The name of the similarity.
         result: The reply with the documents' vectors.
     """
@@ -186,7 +186,7 @@ def print_models(models: Sequence[ModelInfo]) -> None:
 
 
 def _model_facts(model: ModelInfo) -> dict[str, str | tuple[str, str]]:
-    """Return the fields of a model. A field with a style is a pair."""
+    """Return field → value for a model. A value with a style is (text, style)."""
     layers = str(model.n_layers) if model.n_layers else "unknown"  # a model from an ONNX file
     limits = [str(model.max_sequence_tokens), *(f"{task} {info.max_tokens}" for task, info in model.tasks.items())]
     return {
@@ -203,7 +203,7 @@ def _model_facts(model: ModelInfo) -> dict[str, str | tuple[str, str]]:
 
 
 def _kinds(model: ModelInfo) -> list[str]:
-    """Return the outputs of a model that are not token vectors, with their widths."""
+    """Return the outputs of a model and their widths, without token vectors."""
     width = model.default_dimensions or model.vector_width
     kinds = [f"{model.pooling} {width}{', norm 1' if model.l2_normalize else ''}"] if model.pooling else []
     kinds += [f"{model.multi_vector_similarity} {model.multi_vector_width}"] if model.multi_vector_width else []
@@ -221,9 +221,9 @@ def _cut_off(info: SequenceInfo) -> list[str]:
 def _rows_table(
     rows: Array, headings: tuple[str, str], names: Sequence[tuple[str, int]], max_rows: int, width: int
 ) -> Table:
-    """Return a table of the first dimensions that fit, the last dimension, and the norm of each row."""
+    """Return a table: the first dimensions that fit, the last dimension, and the norm of each row."""
     d_model = rows.shape[1]
-    # The edges, the token, the id, the ellipsis, the last dimension and the norm.
+    # Edges, token, id, ellipsis, last dimension and norm.
     fixed = 2 + (_TOKEN_WIDTH + _GAP) + (_ID_WIDTH + _GAP) + (1 + _GAP) + 2 * (_NUMBER_WIDTH + _GAP)
     n_first = min(max((width - fixed) // (_NUMBER_WIDTH + _GAP), 1), d_model - 1)
     table = make_table()
@@ -263,7 +263,7 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
 
 
 def _clip(text: str, width: int, style: str = "") -> Text:
-    """Return the start of a text, on one line of at most `width` columns. Wide characters take two columns."""
+    """Return the start of a text: one line of at most `width` columns. Wide characters take two columns."""
     line = Text(" ".join(text.split()), style)
     line.truncate(width, overflow="ellipsis")
     return line

@@ -67,8 +67,8 @@ def embed(
       .parquet      text, and vector, rows and token_indices, or indices and
                     values
 
-    --output FOLDER/ runs a job. The job fills the folder with .parquet files, and their rows are in the order of the
-    inputs. After a stop, the same command computes the missing rows.
+    --output FOLDER/ runs a job. The job fills the folder with .parquet files. The rows are in the order of the inputs.
+    After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.files.delivery import deliver, run_of
 
@@ -113,10 +113,10 @@ def similarity(
 ) -> None:
     """Print the similarity of TEXTs.
 
-    If the model gives one vector for each text, the command prints the similarity of every two texts. The model names
-    the similarity; the default is cosine. With vectors for MaxSim, and with weights over the vocabulary, the first text
-    is the query and the other texts are documents. The command then prints the similarity of each document to the
-    query. --task sets the same task for all texts.
+    If the model gives one vector for each text, the command prints the similarity of every two texts. The similarity is
+    that of the model, by default cosine. With vectors for MaxSim or weights over the vocabulary, the first text is the
+    query and the other texts are documents. The command then prints the similarity of each document to the query.
+    --task sets the same task for all texts.
     """
     from encserve_cli import similarity_run
 

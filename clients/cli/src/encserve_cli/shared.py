@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 STOPPED = 130  # the exit status after Ctrl-C, as in a shell
 CONNECTION = "Connection"  # the section of the connection options
 
-# The option for each argument of the client; see `EncserveError.field`.
+# Argument of the client (`EncserveError.field`) → option.
 _OPTIONS: Mapping[str, str] = {
     "target": "--target",
     "timeout_seconds": "--timeout",
@@ -43,7 +43,7 @@ class SectionOption(click.Option):
     """An option in a section of the help."""
 
     def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        """Take the section's title, and the arguments of `click.Option`."""
+        """`section` is the title of the section. The other arguments are those of `click.Option`."""
         self.section = section
         super().__init__(*args, **kwargs)
 
@@ -85,7 +85,7 @@ def with_client(command: F) -> F:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr. A progress bar moves below the line, but `click.echo` would write into the bar."""
+    """Write a line to stderr, above a progress bar. `click.echo` would write into the bar."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
@@ -94,8 +94,8 @@ def say(line: str) -> None:
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
 
-    The errors of the client's arguments name options instead. If the reader of stdout has gone, as in
-    `encserve … | head -1`, click exits with status 1 and prints nothing.
+    An error about an argument of the client names the option instead. If the reader of stdout has closed the pipe, as
+    in `encserve … | head -1`, click exits with status 1 and prints nothing.
     """
     from encserve_client import EncserveError
 
@@ -109,7 +109,7 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the text of an error without line breaks, with options instead of arguments of the client."""
+    """Return the message of an error on one line. Options replace the names of the client's arguments."""
     from encserve_client import EncserveError
 
     text = str(error)
@@ -117,7 +117,7 @@ def _one_line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, EncserveError) and error.field in _OPTIONS:
         text = f"{_OPTIONS[error.field]}{text.removeprefix(error.field)}"
-    # If the text names the place of an input in a file, the cause is the error of the client.
+    # For an input from a file, the client's error is the cause of the error.
     if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
         text = f"{text} (--truncate)"
     return " ".join(text.split())

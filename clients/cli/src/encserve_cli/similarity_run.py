@@ -32,7 +32,7 @@ def run(
 
     Args:
         client: The client.
-        texts: At least two texts. The first text is the query if the model does not give one vector for each text.
+        texts: At least two texts. If the output is not one vector for each text, the first text is the query.
         options: More arguments of `EncoderClient.run`, with the name and the version of the model, and the task.
         kind: The kind of output; None for the kind that the model was trained for.
         pooling: The pooling of token vectors; None for the model's pooling.

@@ -39,7 +39,7 @@ def tokenize(
 ) -> None:
     """Print the tokens of each TEXT: the string in the vocabulary, the id, the start and the end.
 
-    The model computes no vectors and need not be ready. Without --truncate the command prints all tokens of a text.
+    The model does not run and need not be ready. Without --truncate the command prints all tokens of a text.
     --json prints a line for each text.
     """
     from rich.console import Console

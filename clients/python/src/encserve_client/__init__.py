@@ -11,7 +11,7 @@
 
 import os
 
-# By default, gRPC prints each failed connection on stderr. The client's errors say more.
+# By default, gRPC prints each failed connection on stderr. The client's errors name the cause.
 # GRPC_VERBOSITY=INFO shows gRPC's messages.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

@@ -1,4 +1,4 @@
-"""Type checks of arguments, for callers without a type checker. The errors name the argument."""
+"""Type checks of arguments, for callers without a type checker. Each error names the argument."""
 
 from typing import TypeVar
 

@@ -72,7 +72,7 @@ class AsyncTransport(BaseClient):
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
+            raise InvalidInputError("the client belongs to the event loop of its first call: make one client per loop")
         self._loop = loop
 
     async def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:

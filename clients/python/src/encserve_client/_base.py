@@ -1,4 +1,4 @@
-"""The base class of both clients: settings, credentials, and checks of arguments. Without I/O of calls."""
+"""The base class of both clients: settings, credentials, and checks of arguments. Subclasses send the messages."""
 
 import functools
 import warnings
@@ -185,7 +185,7 @@ class BaseClient:
 
     @property
     def target(self) -> str:
-        """The target as gRPC gets it, with a port: "localhost:50051" for "localhost"."""
+        """The target in gRPC's form, with a port. Example: "localhost" becomes "localhost:50051"."""
         return self._target
 
     def raw_method(self, rpc: str) -> Callable[..., Any]:
@@ -216,11 +216,11 @@ class BaseClient:
         raise NotImplementedError
 
     def _current_connection(self) -> Connection:
-        """Return the connection for a new call, with the present certificates."""
+        """Return the connection for a new call, with the current certificates."""
         raise NotImplementedError
 
     def _wire(self, inputs: Any = None) -> Wire:
-        """Return a wire for one call. If `inputs` is given, the wire reads this async iterable."""
+        """Return a wire for one call. The wire reads the async iterable `inputs`, if given."""
         raise NotImplementedError
 
     async def _run(
@@ -355,7 +355,7 @@ def check_function(name: str, function: F) -> F:
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:
-    """Return the model's name and version for a request, with "" for the default.
+    """Return the model's name and version for a request; "" means the default.
 
     Raises:
         InvalidInputError: `model` or `version` is neither a str nor None.

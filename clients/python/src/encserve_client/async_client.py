@@ -41,13 +41,14 @@ class AsyncEncoderClient(AsyncTransport):
     client at the same time. A client cannot be pickled: make a client in each process. Every call sends the current
     OpenTelemetry context.
 
-    The methods raise subclasses of `EncserveError`. Large calls are split into messages, and a message with a temporary
-    failure is sent again; see `RetryPolicy`.
+    The methods raise subclasses of `EncserveError`. The client splits large calls into messages. A message with a
+    temporary failure is sent again; see `RetryPolicy`.
 
     Args:
         target: The server, as "host:port", "host" for port 50051, or any name that gRPC resolves, such as
-            "unix:///run/e.sock". Or several servers: all addresses of a DNS name, "dns:///encoder", or a list,
-            ["10.0.0.7:50051", "10.0.0.8:50051"]. Messages go in turn to all servers whose health service says SERVING.
+            "unix:///run/e.sock". For several servers: "dns:///encoder" uses all addresses of a DNS name. A list names
+            each server: ["10.0.0.7:50051", "10.0.0.8:50051"]. Messages go in turn to all servers whose health service
+            says SERVING.
             Default: the environment variable ENCSERVE_TARGET, or "localhost:50051".
         tls: True for encryption with a check of the server's certificate, or a `Tls` with files. Default: plaintext.
         credentials: gRPC channel credentials, for settings that `Tls` lacks. Give `tls` or `credentials`, not both.
@@ -55,23 +56,23 @@ class AsyncEncoderClient(AsyncTransport):
             `tls`, others on the network can read the key. A `PlaintextKeyWarning` warns if the server is on another
             machine. Default: the environment variable ENCSERVE_API_KEY.
         metadata: Additional metadata of every call; keys in lower case.
-        timeout_seconds: The time of one message, from the first attempt until the answer, retries and waits included. A
-            call of many messages has no limit as a whole, unless the call sets a limit. Default: 30. `math.inf` for no
-            limit.
+        timeout_seconds: The time limit of one message, from the first attempt until the answer, with retries and
+            waits. A call of many messages has no total limit, unless the method's `timeout_seconds` is given.
+            Default: 30. `math.inf` for no limit.
         max_message_bytes: The largest message to send or receive, in bytes. Default: 64 MiB, the limit of the server's
             replies.
-        max_concurrent_messages: The largest number of messages of one call in flight. Default: 4.
-        retry: When a failed message is sent again, and how often. Default: until the time of the message is over; see
+        max_concurrent_messages: The largest number of messages that one call has in flight. Default: 4.
+        retry: When and how often a failed message is sent again. Default: until the message's time is over; see
             `RetryPolicy`.
-        priority: "interactive" for calls of waiting users, or "bulk" for jobs, which get the capacity that interactive
-            calls leave. Default: "interactive", but "bulk" for calls of more than 2 messages.
+        priority: "interactive" for calls of waiting users, "bulk" for jobs. Jobs get the capacity that interactive
+            calls leave. Default: "bulk" for calls of more than 2 messages, otherwise "interactive".
         expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
             Another fingerprint raises FingerprintError. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
             Another space raises SpaceError. Default: any.
-        on_outage: A function that is called with an `Outage` when calls wait for a server that is unavailable, half a
-            second after the first failure, and again when the server answers. Each call reports its own outages, in
-            its own thread. An exception of `on_outage` ends the call.
+        on_outage: A function that gets an `Outage`. A call that waits for an unavailable server calls the function half
+            a second after the first failure, and again when the server answers. An exception of `on_outage` ends the
+            call.
         channel_arguments: gRPC channel arguments by name. They override the arguments of the library.
 
     Raises:
@@ -135,44 +136,45 @@ class AsyncEncoderClient(AsyncTransport):
             kind: "vector" for one vector per input; "multi_vector" for the vectors that MaxSim compares; "sparse" for
                 weights over the vocabulary. `ModelInfo.kinds` has the kinds of a model.
             pooling: For "vector": how the rows of the tokens become one vector. "model" pools as the model was
-                trained, with the model's layers, normalisation and dimensions after the pooling. The others pool over
+                trained, then applies the model's layers, normalisation and default dimensions. The others pool over
                 all tokens, special tokens included: "mean", "cls" (the first token), "max", "last_token",
-                "weighted_mean", "mean_sqrt_length". A number for an OutputKind without a name here.
-            task: "query" for a search query, "document" for a document to search, if the model treats them
-                differently; see `ModelInfo.tasks`. Default: neither.
-            prompt_name: The name in `ModelInfo.prompts` of the prompt to put before every text; "" for no prompt.
+                "weighted_mean", "mean_sqrt_length". An int selects an OutputKind that has no name here.
+            task: "query" for a search query, "document" for a document to search. Only for models that treat the two
+                differently; see `ModelInfo.tasks`. Default: no task.
+            prompt_name: The prompt to put before every text: a name in `ModelInfo.prompts`, or "" for no prompt.
                 Default: the prompt of the task, or `ModelInfo.default_prompt_name`. Only texts get a prompt.
             truncate: Whether to cut off the end of an input that is too long for the model.
-            dimensions: The number of leading numbers to keep of each vector. Default: for pooling "model"
+            dimensions: Keep only this many numbers at the start of each vector. Default: for pooling "model"
                 `ModelInfo.default_dimensions`, otherwise all.
             l2_normalize: Whether to scale each vector to Euclidean length 1, after the cut to `dimensions`.
-            dtype: The type of the numbers: "float32", "float16", "int8" or "binary"; the last two only for "vector".
-                "binary" has one bit per number, set if the number is above 0, packed as `numpy.packbits` does.
+            dtype: The type of the numbers: "float32", "float16", "int8" (not for "sparse") or "binary" (only for
+                "vector"). "binary" has one bit per number, set if the number is above 0, packed as by `numpy.packbits`.
                 For "int8", a vector x is scaled to length 1 and then becomes
                 `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two
                 such vectors is the dot product, in int32, divided by both norms.
-            max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
-            pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
-                clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
+            max_active_dims: For "sparse": keep only this many of the largest weights. Default: as the model was
+                trained.
+            pool_factor: For "multi_vector": how many vectors are merged into one on average, by hierarchical
+                clustering. An input of more than 2,048 tokens is an error. Default: as the model was trained.
             model: The name of the model. Default: the server's default model.
             version: The version of the model. Default: the model's default version.
-            timeout_seconds: The time of the whole call. Default: no limit for the whole call; the client's
-                `timeout_seconds` is for each message.
-            progress: A function that is called after each attempt of a message, in the caller's thread, with the
-                number of finished inputs and the number of all inputs. An exception of `progress` ends the call. The
-                count starts again if the model was replaced during the call.
+            timeout_seconds: The time limit of the whole call. Default: no such limit; the client's `timeout_seconds`
+                limits each message.
+            progress: A function that runs in the caller's thread after each attempt of a message. Arguments: the number
+                of finished inputs, and of all inputs. An exception of `progress` ends the call. The count starts again
+                if the model was replaced during the call.
 
         Returns:
-            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. By
-            default, the width is `ModelInfo.default_dimensions` or `ModelInfo.vector_width` for pooling "model",
-            otherwise d_model. For "binary": ceil(width / 8) of uint8.
-            For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str the only
-            element of the list.
+            For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. Without
+            `dimensions`, the width for pooling "model" is `ModelInfo.default_dimensions`, or `ModelInfo.vector_width`
+            if the default is 0. For the other poolings the width is d_model. For "binary": ceil(width / 8) of uint8.
+            For "multi_vector": a list of (n, width) arrays. For "sparse": a list of `SparseVector`. For a str: the one
+            element without the list.
 
         Raises:
             InvalidInputError: An input or an argument has the wrong type, or an input cannot be sent.
             InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
-                text has the numbers; `index` is the index of the input.
+                error message has the numbers. `index` is the index of the input.
             MessageTooLargeError: One input, or the vectors of one input, do not fit into a message.
             ModelNotFoundError: The model or the version does not exist.
             AccessDeniedError: The server or a proxy refused the caller.
@@ -220,7 +222,7 @@ class AsyncEncoderClient(AsyncTransport):
             prompt_name: As for `embed`.
             truncate: As for `embed`.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
-            dimensions: The number of leading numbers to keep of each row. Default: all.
+            dimensions: Keep only this many numbers at the start of each row. Default: all.
             l2_normalize: Whether to scale each row to Euclidean length 1.
             dtype: "float32" or "float16".
             model: As for `embed`.
@@ -229,8 +231,8 @@ class AsyncEncoderClient(AsyncTransport):
             progress: As for `embed`.
 
         Returns:
-            A (seq_len, d_model) array for each input, in order. For a str one array instead of a list. The arrays of
-            one message share memory.
+            A list of one (seq_len, d_model) array for each input, in order. For a str: one array, without a list. The
+            arrays of one message share memory.
 
         Raises:
             EncserveError: As for `embed`.
@@ -286,8 +288,8 @@ class AsyncEncoderClient(AsyncTransport):
                     print(index, vector)
 
         The client reads inputs while the caller takes results, at most `max_in_flight` ahead. Inputs that arrive fast
-        share messages. A message with a temporary failure is sent again. Closing the generator cancels the messages in
-        flight.
+        share a message. A message with a temporary failure is sent again. Closing the generator cancels the messages
+        in flight.
 
         Args:
             inputs: As for `embed`. The iterable may be endless, and the async client takes async iterables too.
@@ -307,11 +309,11 @@ class AsyncEncoderClient(AsyncTransport):
             ordered: Whether results come in the order of the inputs. Otherwise results come as soon as they are ready.
             max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
                 and "sparse", 64 for "tokens" and "multi_vector".
-            timeout_seconds: The time of one message, from the first attempt until the answer, retries included. Time
-                that the caller spends with results or inputs does not count. Default: `timeout_seconds` of the client.
+            timeout_seconds: The time limit of one message, from the first attempt until the answer, with retries. Time
+                that the caller spends on results or inputs does not count. Default: `timeout_seconds` of the client.
                 The stream as a whole has no limit.
-            progress: A function that is called with each result. The arguments are the number of results and the
-                number of inputs; the second is None if `inputs` has no length.
+            progress: A function that is called with each result. Arguments: the number of results so far, and of all
+                inputs (None if `inputs` has no length).
 
         Yields:
             (index, result) of each input. The result is (width,) for "vector", (seq_len, d_model) for "tokens", (n,
@@ -376,9 +378,9 @@ class AsyncEncoderClient(AsyncTransport):
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             prompt_name: As for `embed`.
             task: As for `embed`.
-            detail: The content of `EncodeResult.sequences`: "none"; "counts" for the number of tokens and whether the
-                input was cut; "tokens" for everything. Default: "tokens" if an output has rows of tokens or indices of
-                the vocabulary, otherwise "counts".
+            detail: The content of `EncodeResult.sequences`. "none" is empty. "counts" has the numbers of tokens and
+                whether the input was cut. "tokens" has everything. Default: "tokens" with `include_token_strings`, or
+                if an output is "tokens", "multi_vector" or "sparse"; otherwise "counts".
             offset_unit: The unit of `SequenceInfo.offsets`.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
@@ -429,9 +431,9 @@ class AsyncEncoderClient(AsyncTransport):
         Args:
             input: One text, sequence of token ids, or array of vectors, of at most `ModelInfo.max_inspect_tokens`
                 tokens.
-            attention: The blocks for attention weights, from 0 and ascending; True for all, False for none.
-            hidden_states: The depths for hidden states, from 0 and ascending; True for all, False for none. A model
-                with n blocks has the depths 0 to n.
+            attention: The indices of the blocks for attention weights, ascending from 0. True: all. False: none.
+            hidden_states: The depths for hidden states, ascending from 0. True: all. False: none. A model with n blocks
+                has the depths 0 to n.
             positions: Whether to return the position vectors that the model adds to tokens.
             model: As for `embed`.
             version: As for `embed`.
@@ -488,15 +490,15 @@ class AsyncEncoderClient(AsyncTransport):
             version: As for `embed`.
             prompt_name: As for `embed`.
             task: As for `embed`.
-            truncate: True to cut a text that is too long, as for `embed`; False to refuse the text. Default: return
-                all tokens, also of a text that is too long.
+            truncate: True: cut a text that is too long, as for `embed`. False: refuse the text. Default: return all
+                tokens, also of a text that is too long.
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             offset_unit: The unit of `SequenceInfo.offsets`.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
 
         Returns:
-            A `SequenceInfo` for each text, in order. For a str one `SequenceInfo` instead of a list.
+            A list of one `SequenceInfo` for each text, in order. For a str: one `SequenceInfo`, without a list.
 
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if the model has no tokenizer.
@@ -528,7 +530,7 @@ class AsyncEncoderClient(AsyncTransport):
         task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> Array:
-        """Return one vector for each range of one text, each computed with the whole text as context: late chunking.
+        """Return one vector for each range of one text (late chunking). The context of each range is the whole text.
 
         A text that is too long is an error, unless `truncate` is True.
 
@@ -545,7 +547,7 @@ class AsyncEncoderClient(AsyncTransport):
             model: As for `embed`.
             version: As for `embed`.
             dtype: As for `embed`.
-            truncate: As for `embed`. Text that is cut off has no tokens.
+            truncate: As for `embed`. A range in the cut-off text has no tokens.
             l2_normalize: As for `embed`.
             dimensions: As for `embed`.
             prompt_name: As for `embed`.
@@ -553,8 +555,8 @@ class AsyncEncoderClient(AsyncTransport):
             timeout_seconds: As for `embed`.
 
         Returns:
-            (spans, d_model) of `dtype`. A range without tokens has a row of zeros: an empty range, white space, or text
-            that was cut off.
+            (spans, d_model) of `dtype`. A range without tokens has a row of zeros. Examples are an empty range, white
+            space, and cut-off text.
 
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if a range starts after its end, or ends after the

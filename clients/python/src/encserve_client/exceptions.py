@@ -10,7 +10,7 @@
     │   ├── UnauthenticatedError            the key is missing, unknown or revoked
     │   └── PermissionDeniedError           the key is valid but not allowed to use this model or method
     ├── OverloadedError                     the server was full; see `retry_delay_seconds`
-    │   └── RateLimitedError                the key has used up its rate
+    │   └── RateLimitedError                the key is over its rate limit
     ├── DeadlineError (TimeoutError)        the time of the call or of one message is over
     ├── ServerUnavailableError              no server answers, or the server is stopping or failing
     ├── InferenceError                      the model could not compute an input
@@ -32,12 +32,12 @@ class EncserveError(Exception):
     """Base of all errors of this library.
 
     Attributes:
-        code: The gRPC status of the error. If the client found the error, the closest status.
+        code: The gRPC status of the error. For an error that the client itself found: the closest status.
         reason: The server's machine-readable reason, such as "QUEUE_FULL"; "" without one.
         attempts: How often the failed message was sent; 0 if nothing was sent.
         index: The index of the input that caused the error; None if the error concerns no single input.
-        field: The argument that caused the error, such as "timeout_seconds" or "inputs[3]". The text begins with the
-            argument. "" if the error concerns no single argument.
+        field: The argument that caused the error, such as "timeout_seconds" or "inputs[3]". The error message
+            begins with the argument. "" if the error concerns no single argument.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class EncserveError(Exception):
 
     @property
     def problem(self) -> str:
-        """The text without the argument."""
+        """The error message without the argument's name."""
         return str(self).removeprefix(self.field).removeprefix(":").lstrip()
 
 
 class InvalidRequestError(EncserveError, ValueError):
-    """The request must be changed to succeed. The text names the field, the index and the numbers."""
+    """The request must be changed to succeed. The error message names the field, the index and the numbers."""
 
 
 class InvalidInputError(InvalidRequestError, TypeError):
@@ -105,14 +105,14 @@ class OverloadedError(EncserveError):
     """The server was full until the last retry.
 
     Attributes:
-        retry_delay_seconds: The delay before the next attempt that the server asked for; None without one.
+        retry_delay_seconds: The delay until the next attempt, as the server asked; None if the server gave no delay.
     """
 
     retry_delay_seconds: float | None = None
 
 
 class RateLimitedError(OverloadedError):
-    """The key had used up its rate until the last retry."""
+    """The key was over its rate limit until the last retry."""
 
 
 class DeadlineError(EncserveError, TimeoutError):
@@ -138,13 +138,14 @@ class ProtocolError(EncserveError):
 class FingerprintError(EncserveError):
     """The vectors are from another bundle than expected, or from several bundles.
 
-    The fingerprint of the model differs from `expected_fingerprint` of the client. Or a model was replaced again and
-    again, so that different versions answered parts of one call. A call that names the version avoids the second case.
+    First case: the model's fingerprint differs from `expected_fingerprint` of the client. Second case: a model was
+    replaced again and again, so different versions answered parts of one call. To avoid the second case, name the
+    version.
     """
 
 
 class SpaceError(EncserveError):
-    """The `space_id` of the model differs from `expected_space_id` of the client. Never compare vectors of both."""
+    """The `space_id` of the model differs from `expected_space_id` of the client. Never compare their vectors."""
 
 
 class CallCancelledError(EncserveError):

@@ -14,7 +14,7 @@ from encserve_client.options import UNITS, SpanUnit
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-"""Token ids of one sequence: a list or tuple of int, or a (seq,) array of any integer type."""
+"""The token ids of one sequence: a list or tuple of int, or a (seq,) array of any integer type."""
 
 TokenEmbeddings: TypeAlias = npt.NDArray[np.floating[Any]]
 """One vector per token: a (seq, d_model) array of float32, float16, or float64, which is sent as float32."""
@@ -25,7 +25,7 @@ Input: TypeAlias = str | TokenIds | TokenEmbeddings
 
 @dataclass(frozen=True, slots=True)
 class SpanInput:
-    """One input with ranges of the input.
+    """One input, and ranges in the input.
 
     Attributes:
         input: The input.
@@ -54,13 +54,15 @@ def read_inputs(inputs: Iterable[Input], name: str = "inputs") -> tuple[list[Inp
         The inputs, and whether `inputs` was a single text.
 
     Raises:
-        InvalidInputError: `inputs` is a single input but not a text.
+        InvalidInputError: `inputs` is not an iterable of inputs, or is an async iterable.
     """
     if isinstance(inputs, str):
         return [inputs], True
     check_iterable(inputs, name)
     if not isinstance(inputs, Iterable):
-        raise InvalidInputError(f"must be a list of inputs; was {type(inputs).__name__}: `stream` takes it", field=name)
+        raise InvalidInputError(
+            f"must be a list of inputs; was {type(inputs).__name__}: only `stream` takes async iterables", field=name
+        )
     return list(inputs), False
 
 
@@ -102,7 +104,7 @@ def check_iterable(inputs: object, name: str = "inputs") -> None:
             f"must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes",
             field=name,
         )
-    # Iterating over a dict, such as the result of a tokenizer, would encode the keys.
+    # Iteration over a dict, such as a tokenizer's result, would encode the keys.
     is_scalar = isinstance(inputs, np.ndarray) and inputs.ndim == 0
     if not isinstance(inputs, Iterable | AsyncIterable) or isinstance(inputs, Mapping | Set) or is_scalar:
         raise InvalidInputError(f"must be a list of inputs; was {type(inputs).__name__}", field=name)
@@ -131,7 +133,7 @@ def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]
 
 
 def check_input(item: object, name: str) -> Input:
-    """Return the item if its type is that of an input. `pack_input` checks the ids and the numbers.
+    """Check the type of an input, and return the input. `pack_input` checks the ids and the numbers.
 
     Raises:
         InvalidInputError: The item is not a text, a sequence of ids, or an array of vectors.
@@ -156,8 +158,8 @@ def pack_input(item: Input | SpanInput, name: str) -> pb.Input:
     """Return the message for one input that passed `check_input`.
 
     Raises:
-        InvalidInputError: The text has a lone surrogate, an id is not an integer of 64 bits, or a number of a vector is
-            not finite in the type on the wire.
+        InvalidInputError: The text has a lone surrogate, an id is not a 64-bit integer, or a vector has NaN or
+            infinity in the type on the wire.
     """
     if isinstance(item, SpanInput):
         packed = pack_input(item.input, "text")
@@ -209,7 +211,7 @@ def _check_array(array: npt.NDArray[Any], name: str) -> None:
 def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
     """Return the message for the vectors of one sequence. A float64 is rounded to the nearest float32."""
     dtype, data_type = _WIRE_TYPES[array.dtype.name]
-    with np.errstate(over="ignore"):  # the next check finds infinite numbers
+    with np.errstate(over="ignore"):  # the check below finds infinity
         vectors = np.asarray(array, dtype)  # (seq, d_model)
     finite = np.isfinite(vectors)
     if not finite.all():

@@ -37,11 +37,11 @@ TrainedKind = Literal["model", "multi_vector", "sparse"]
 Kind = Literal["vector", "multi_vector", "sparse"]
 StreamKind = Literal["vector", "tokens", "multi_vector", "sparse"]
 Array = npt.NDArray[Any]
-"""An array of float32, float16 or int8. For dtype "binary": uint8, each with 8 packed bits."""
+"""An array of float32, float16 or int8. For dtype "binary": uint8, with 8 packed bits in each value."""
 Progress = Callable[[int, int | None], None]
-"""A function of the number of finished inputs and the number of all inputs. The second is None if unknown."""
+"""A function. Arguments: the number of finished inputs, and of all inputs (None if unknown)."""
 Layers: TypeAlias = bool | Sequence[int]
-"""True for every layer, False for none, or the layers from 0 in ascending order."""
+"""True for all layers, False for none, or the indices of layers in ascending order, from 0."""
 
 _KINDS: dict[OutputKind, pb.OutputKind] = {
     "tokens": pb.OUTPUT_KIND_TOKENS,
@@ -75,7 +75,7 @@ UNITS: dict[SpanUnit | None, pb.OffsetUnit] = {
     "utf8_bytes": pb.OFFSET_UNIT_UTF8_BYTES,
     "tokens": pb.OFFSET_UNIT_TOKENS,
 }
-# The arguments that only one kind has.
+# Arguments that are for one kind only.
 _KIND_OF_ARGUMENT: dict[str, OutputKind] = {
     "max_active_dims": "sparse",
     "pool_factor": "multi_vector",
@@ -122,15 +122,15 @@ class Output:
         kind: "tokens" for one row per token. "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
             for one row per input, pooled over all tokens. "model" for one row per input, as the model was trained.
             "multi_vector" for the vectors that MaxSim compares. "sparse" for the weights over the vocabulary that are
-            not 0. "spans" for one row per range of `embed_spans`. A number for an OutputKind without a name here: the
-            request has the number, and the rows are returned unchanged.
+            not 0. "spans" for one row per range of `embed_spans`. An int selects an OutputKind that has no name here;
+            the rows are returned unchanged.
         l2_normalize: Whether to scale every row to Euclidean length 1, after the cut to `dimensions`.
-        dimensions: The number of leading numbers to keep of each row. Default: for "model"
+        dimensions: Keep only this many numbers at the start of each row. Default: for "model"
             `ModelInfo.default_dimensions`, otherwise all.
-        max_active_dims: For "sparse": the number of largest weights to keep. Default: as the model was trained.
-        pool_factor: For "multi_vector": the average number of vectors that are joined into one, by hierarchical
-            clustering, of inputs of at most 2,048 tokens. Default: as the model was trained.
-        span_pooling: For "spans": how the rows of a range become one. Default: "mean".
+        max_active_dims: For "sparse": keep only this many of the largest weights. Default: as the model was trained.
+        pool_factor: For "multi_vector": how many vectors are merged into one on average, by hierarchical clustering.
+            An input of more than 2,048 tokens is an error. Default: as the model was trained.
+        span_pooling: For "spans": how the rows of a range become one vector. Default: "mean".
     """
 
     kind: OutputKind | int = "tokens"
@@ -141,7 +141,7 @@ class Output:
     span_pooling: SpanPooling | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidInputError for an unknown kind, or for a number below 1."""
+        """Raise InvalidInputError for an unknown kind, a number below 1, or an argument of another kind."""
         _check_kind("kind", self.kind, OutputKind)
         if self.span_pooling is not None:
             check_choice("span_pooling", self.span_pooling, SpanPooling)
@@ -157,7 +157,7 @@ class Output:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether the output surely has one row per input."""
+        """Whether each input has exactly one row. False for a kind without a name here."""
         return not isinstance(self.kind, int) and self.kind not in _MANY_ROWS
 
     @property
@@ -166,7 +166,7 @@ class Output:
         return kind_number(self.kind)
 
     def to_proto(self) -> pb.OutputSpec:
-        """Return the output as a message."""
+        """Return the protobuf message of the output."""
         return pb.OutputSpec(
             kind=cast("pb.OutputKind", self.number),
             l2_normalize=self.l2_normalize,
@@ -192,7 +192,7 @@ class Options:
     offset_unit: OffsetUnit | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidInputError for options that no server accepts."""
+        """Check the options. Raise InvalidInputError if a value is not allowed."""
         if self.task is not None:
             check_choice("task", self.task, Task)
         if self.detail is not None:
@@ -231,7 +231,7 @@ class Options:
         return pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task]
 
     def to_proto(self) -> pb.EncodeOptions:
-        """Return the options as a message."""
+        """Return the protobuf message of the options."""
         return pb.EncodeOptions(
             outputs=[output.to_proto() for output in self.outputs],
             data_type=self.data_type,
@@ -246,7 +246,7 @@ class Options:
 
 
 def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ...]:
-    """Convert names and numbers of kinds to outputs that are not normalised."""
+    """Convert names and numbers of kinds to outputs without normalisation."""
     if isinstance(outputs, str):
         raise InvalidInputError(f"must be a list; for one output pass [{outputs!r}]", field="outputs")
     if not isinstance(outputs, Iterable):
@@ -263,7 +263,7 @@ def embed_output(
     pool_factor: float | None,
     allowed: object,
 ) -> Output:
-    """Return the output for the arguments of `embed` and `stream`. `allowed` is the Literal of the kinds.
+    """Return the output for the arguments of `embed` and `stream`. `allowed` is a Literal type with the kinds.
 
     Raises:
         InvalidInputError: The kind or the pooling is unknown, or two arguments contradict each other.

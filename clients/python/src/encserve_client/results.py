@@ -15,7 +15,7 @@ from encserve_client.options import Array, InputKind, Kind, Output, OutputKind, 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The rows of the inputs of one message: a part of an `EncodedOutput`.
+    """The rows of all inputs of one message: a part of an `EncodedOutput`.
 
     Attributes:
         rows: (sum(lengths), d_model), a read-only view on the bytes received.
@@ -29,14 +29,14 @@ class Block:
     indices: npt.NDArray[np.uint32] | None = None
 
     def of_input(self, index: int) -> "Block":
-        """Return the rows of one input. `index` counts the inputs of the block."""
+        """Return the rows of one input. `index` is the index of the input in the block."""
         start = int(self.lengths[:index].sum())
         end = start + int(self.lengths[index])
         indices = None if self.indices is None else self.indices[start:end]
         return Block(self.rows[start:end], self.lengths[index : index + 1], indices)
 
     def sparse_vectors(self, width: int) -> "list[SparseVector]":
-        """Return one sparse vector of this width per input."""
+        """Return one sparse vector per input. `width` is the length of a vector, zeros included."""
         no_indices = np.empty(0, np.uint32)
         return [
             SparseVector(no_indices if indices is None else indices, rows[:, 0], width)
@@ -49,7 +49,7 @@ class Block:
         return [rows[start:end] for start, end in self._bounds()]
 
     def split_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
-        """Return one writable (rows,) array per input, or None if rows have no indices."""
+        """Return one writable (rows,) array per input; None for each input if the block has no indices."""
         indices = None if self.indices is None else self.indices.copy()
         return [None if indices is None else indices[start:end] for start, end in self._bounds()]
 
@@ -60,7 +60,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SparseVector:
-    """A vector without the zeros.
+    """A sparse vector: only the numbers that are not 0.
 
     Attributes:
         indices: (n,) uint32, ascending: the indices of the values.
@@ -73,7 +73,7 @@ class SparseVector:
     width: int
 
     def dense(self) -> Array:
-        """Return the vector with zeros, (width,), as a new array."""
+        """Return a new (width,) array with the zeros."""
         vector: Array = np.zeros(self.width, self.values.dtype)
         vector[self.indices] = self.values
         return vector
@@ -87,7 +87,8 @@ class EncodedOutput:
 
     Attributes:
         kind: The kind of the rows; a number if this library has no name for the kind.
-        l2_normalized: Whether the rows were scaled to Euclidean length 1. Rows of int8 always were, before rounding.
+        l2_normalized: Whether the rows were scaled to Euclidean length 1. Always True for int8: the rows are scaled
+            before rounding.
         blocks: The rows, in the order of the inputs: one block per message, and one block without rows for
             neighbouring failed inputs.
         sparse_width: For "sparse": the length of a vector, zeros included. Otherwise 0.
@@ -101,9 +102,9 @@ class EncodedOutput:
     errors: Mapping[int, EncserveError] = field(default_factory=dict)
 
     def token_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
-        """Return for each input the token index of each row of "multi_vector", (rows,).
+        """For "multi_vector": return one (rows,) array per input, with the index of each row's token.
 
-        None for an input with joined vectors, because a joined vector has several tokens.
+        None for an input with merged vectors, because a merged vector has several tokens.
 
         Raises:
             EncserveError: An input failed.
@@ -134,7 +135,7 @@ class EncodedOutput:
         return [array for block in self.blocks for array in block.split()]
 
     def matrix(self) -> Array:
-        """Return the rows of all inputs: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens.
+        """Return the rows of all inputs: (inputs, d_model) if pooled, otherwise (all rows, d_model).
 
         Raises:
             EncserveError: An input failed.
@@ -189,7 +190,7 @@ class EncodedOutput:
 class SequenceInfo:
     """The tokens of one input. The call's `detail` decides which attributes are set.
 
-    Arrays are (token_count,) unless noted otherwise.
+    The shape of arrays is (token_count,), unless another shape is given.
 
     Attributes:
         token_count: Number of tokens in the model's input, special tokens included.
@@ -197,11 +198,11 @@ class SequenceInfo:
         truncated: Whether tokens were cut off.
         token_ids: int64 ids, special tokens included. Set for texts with detail "tokens", and by `inspect` also for
             token ids. Otherwise None.
-        offsets: (token_count, 2) int64: start and end (exclusive) of each token in the text, in the unit
-            `offset_unit` of the call; (0, 0) for special tokens. Set for texts. Otherwise None.
-        special: bool, whether each token is special. Set for texts, and for token ids with `exclude_special_tokens`.
+        offsets: (token_count, 2) int64: start and end (exclusive) of each token in the text, in the call's
+            `offset_unit`; (0, 0) for special tokens. Set for texts. Otherwise None.
+        special: bool, True for special tokens. Set for texts, and for token ids with `exclude_special_tokens`.
             Otherwise None.
-        tokens: The vocabulary's strings, if the call asked for strings. Otherwise None.
+        tokens: The strings of the tokens in the vocabulary, if the call asked for strings. Otherwise None.
         span_token_counts: (ranges,) int64. For "spans": the number of tokens in each range. Otherwise None.
     """
 
@@ -221,8 +222,8 @@ class Timings:
 
     Attributes:
         tokenize_seconds: Time from the arrival of a message until its texts were tokenized.
-        queue_seconds: Longest time of an input in the queue.
-        compute_seconds: Longest time of a batch in the model.
+        queue_seconds: Longest time that an input was in the queue.
+        compute_seconds: Longest time that the model computed a batch.
         total_seconds: Time of the whole call on the client's side, retries and waits included.
         messages: Number of messages of the call.
         attempts: Number of sent messages, repeated messages included.
@@ -263,10 +264,10 @@ class EncodeResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """The prompt and the lengths of texts of one task.
+    """The prompt of one task, and the limits for texts of this task.
 
     Attributes:
-        prompt_name: The name in `ModelInfo.prompts` of the prompt before each text; "" for no prompt.
+        prompt_name: The prompt before each text: a name in `ModelInfo.prompts`, or "" for no prompt.
         max_tokens: The largest number of tokens of a text, special tokens and prompt included.
         min_tokens: The number of tokens to which a shorter text is padded; 0 for no padding.
     """
@@ -284,26 +285,26 @@ class ModelInfo:
         name: The name of the model.
         version: The version of the model.
         fingerprint: The id of the bundle.
-        is_default: Whether calls without a model name use this model.
+        is_default: Whether a call without a model name uses this model.
         d_model: The width of a row.
-        n_layers: The number of blocks of the encoder; 0 if unknown, as for models that came as ONNX.
+        n_layers: The number of blocks of the encoder; 0 if unknown, for example for an imported ONNX file.
         n_heads: The number of attention heads of a block; 0 if unknown.
         vocab_size: The largest token id plus 1; 0 for a model that takes vectors.
         max_sequence_tokens: The largest number of tokens of an input, special tokens included.
         has_tokenizer: Whether the model takes texts.
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
         pooling: The pooling that the model was trained for. None if unknown. "model" if the model combines several
-            poolings, or has a step between pooling and normalisation. A number if this library has no name for the
+            poolings, or has a layer between pooling and normalisation. An int if this library has no name for the
             pooling.
-        l2_normalize: Whether the model was trained with pooled vectors of length 1.
+        l2_normalize: Whether the model was trained with pooled vectors of Euclidean length 1.
         provider: The ONNX Runtime execution provider in use, or "OpenVINO".
         precision: The type of the model's computations.
         max_request_sequences: The largest number of inputs in one message. The client splits larger calls.
         max_request_tokens: The largest number of tokens in one message. The client splits larger calls.
         max_text_bytes: The largest size of a text, in bytes of UTF-8.
         max_request_bytes: The largest size of a request, in bytes. The client splits larger calls.
-        max_response_bytes: The largest size of a reply, in bytes. The client sends a message with a larger reply
-            again in parts.
+        max_response_bytes: The largest size of a reply, in bytes. If a reply would be larger, the client splits the
+            message.
         ready: Whether the model answers calls now.
         not_ready_reason: The reason if the model is not ready; otherwise "".
         input_kind: "token_ids" for a model that takes token ids and texts, "embeddings" for one vector per token. A
@@ -312,19 +313,20 @@ class ModelInfo:
         max_inspect_tokens: The largest number of tokens of an input of `inspect`; 0 without `inspect`.
         position: The position encoding: "sinusoidal", "learned", "rotary" or "none"; "" if unknown.
         parameters: The number of parameters of each part of the model.
-        vector_width: The width of a vector of pooling "model" before a cut; 0 if the pooling is unknown.
-        default_dimensions: The default of `dimensions` for pooling "model"; 0 for all numbers.
+        vector_width: The width of a vector of pooling "model" before a cut to `dimensions`; 0 if the pooling is
+            unknown.
+        default_dimensions: The default of `dimensions` for pooling "model"; 0 means no cut.
         prompts: The texts that may come before an input, by name.
         default_prompt_name: The default of `prompt_name`; "" for no prompt.
         similarity: The similarity that the model was trained for: "cosine", "dot", "euclidean" or "manhattan"; "" if
             unknown.
         space_id: The id of the vector space. Store the id with an index of the vectors. "" if unknown.
-        tasks: The tasks that the model treats differently.
+        tasks: The tasks that the model treats differently, with the settings of each.
         multi_vector_width: The width of a vector of "multi_vector"; 0 without "multi_vector".
         multi_vector_similarity: "maxsim" or "meanmaxsim"; "" without "multi_vector".
         sparse_width: The length of a "sparse" vector, zeros included; 0 without "sparse".
-        max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more and
-            sends no input.
+        max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more outputs before any
+            input is sent.
     """
 
     name: str
@@ -401,11 +403,11 @@ class InspectResult:
         model: The name of the model.
         version: The version of the model.
         fingerprint: The id of the bundle.
-        sequence: The tokens of the input, with the attribute `tokens` if the model has a tokenizer.
-        attention: (layers, n_heads, seq, seq): the attention of the row's token to the column's token. Every row sums
-            to 1. None if the call did not ask for attention.
+        sequence: The tokens of the input. `sequence.tokens` is set if the model has a tokenizer.
+        attention: (layers, n_heads, seq, seq): the attention of each row's token to each column's token. Every row
+            sums to 1. None if the call did not ask for attention.
         attention_layers: The blocks along the first axis of `attention`, from 0.
-        hidden_states: (layers, seq, d_model): the rows of the tokens at each depth. None if the call did not ask for
+        hidden_states: (layers, seq, d_model): one row per token at each depth. None if the call did not ask for
             hidden states.
         hidden_state_layers: The depths along the first axis of `hidden_states`. Depth 0 is the input of the first
             block, and depth i the output of block i - 1. The last depth, n_layers, has the rows of `token_vectors`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from encserve_client._arguments import as_float, as_int
 from encserve_client.exceptions import InvalidInputError
 
-# A lower bound of the longest wait, because the number of attempts has no bound by default.
+# The longest wait is never below this value, because attempts are unlimited by default.
 _MIN_LONGEST_WAIT_SECONDS = 0.05
 
 
@@ -17,7 +17,7 @@ class Outage:
 
     Attributes:
         target: The target of the client.
-        seconds_left: The seconds for which the client sends the message again. `math.inf` for no limit, 0 if `is_over`.
+        seconds_left: The seconds until the client gives up. `math.inf` for no limit, 0 if `is_over`.
         is_over: Whether the server answers again.
     """
 
@@ -27,29 +27,32 @@ class Outage:
 
 
 OnOutage = Callable[[Outage], None]
-"""A function that is called when an outage begins and when the outage is over, by each call that meets the outage."""
+"""A function that is called when an outage begins and when the outage is over.
+
+Each call reports its own outages, in its own thread.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """When a failed message is sent again, and for how long.
 
-    The client sends a message again after three failures: UNAVAILABLE, RESOURCE_EXHAUSTED if the server is full, and
-    CANCELLED by the server's side. Encoding has no side effects, so sending twice is safe.
+    The client retries on three kinds of failure: UNAVAILABLE, RESOURCE_EXHAUSTED if the server is full, and CANCELLED
+    by the server's side. Encoding has no side effects, so sending twice is safe.
 
     A message is sent again until the message's time (`timeout_seconds`) is over, so calls survive a restart of the
     server. A server that has never answered this client gets only 2 seconds, because the address may be wrong.
 
-    The wait before attempt n + 1 is the delay that the server asked for, plus between 50 and 100 % of the longest wait,
-    at random. The longest wait is
+    The wait before attempt n + 1 has two parts: the delay that the server asked for, and a random 50 to 100 % of the
+    longest wait. The longest wait is
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds), but at least 0.05 s. If a wait would
     end after the time of the message, the client raises the error immediately.
 
     RetryPolicy(max_attempts=1)  # never try again
 
     Attributes:
-        max_attempts: The largest number of times that a message is sent, the first time included. Default: no limit
-            besides the time of the message.
+        max_attempts: The largest number of attempts, the first one included. Default: no limit besides the time of
+            the message.
         initial_backoff_seconds: The longest wait before the second attempt.
         backoff_multiplier: The growth of the longest wait with every attempt.
         max_backoff_seconds: The upper bound of the longest wait.
@@ -61,7 +64,7 @@ class RetryPolicy:
     max_backoff_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """Raise InvalidInputError with the setting, the allowed values, and the value."""
+        """Check the settings. Raise InvalidInputError if a value is not allowed."""
         if self.max_attempts != math.inf:
             as_int("max_attempts", self.max_attempts)
         for name in ("initial_backoff_seconds", "backoff_multiplier", "max_backoff_seconds"):
@@ -82,7 +85,7 @@ class RetryPolicy:
             )
 
     def longest_wait(self, attempts: int) -> float:
-        """Return the longest wait after `attempts` attempts (at least 1), in seconds. Excludes the server's delay."""
+        """Return the longest wait after `attempts` attempts (at least 1), in seconds, without the server's delay."""
         # The exponent is capped so that many attempts cannot overflow a float.
         backoff = self.initial_backoff_seconds * self.backoff_multiplier ** min(attempts - 1, 64)
         return max(min(backoff, self.max_backoff_seconds), _MIN_LONGEST_WAIT_SECONDS)

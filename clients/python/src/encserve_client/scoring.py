@@ -20,7 +20,7 @@ Floats = npt.NDArray[Any]
 
 # sentence-transformers gives this score to a document without vectors.
 _NO_VECTORS_SCORE = -1e9
-_BLOCK_NUMBERS = 2**18  # a MB in float32, which stays in a cache of the CPU
+_BLOCK_NUMBERS = 2**18  # 1 MB of float32, which fits into a CPU cache
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1).sum(axis=1)  # (256,): bits set in a byte
 # The similarities of each kind of result. The first similarity is the default, except for sparse weights.
 _CHOICES: dict[str, Any] = {
@@ -37,8 +37,8 @@ def maxsim(query: Array, document: Array, similarity: MaxSimilarity = "maxsim") 
     Args:
         query: (n, width), the query's vectors.
         document: (m, width), the document's vectors.
-        similarity: "maxsim" takes, for each vector of the query, the largest dot product with a vector of the
-            document, and sums over the query's vectors. "meanmaxsim" divides the sum by n.
+        similarity: "maxsim" finds the largest dot product of each query vector with any document vector. The score is
+            the sum over the query's vectors. "meanmaxsim" divides this sum by n.
             `ModelInfo.multi_vector_similarity` is the similarity that the model was trained for.
 
     Returns:
@@ -69,12 +69,13 @@ def rank(
 
     Args:
         query: The result of `embed` for one text: (width,), (n, width), or a `SparseVector`.
-        documents: The result of `embed` for texts: (documents, width), or a list of one array or `SparseVector` for
-            each document.
-        similarity: The model, from `client.model()`, for the similarity that the model was trained for; or a name. For
-            single vectors and for sparse weights: "cosine", "dot", "euclidean" or "manhattan". For (n, width): "maxsim"
-            or "meanmaxsim", as in `maxsim`. For packed bits, the uint8 arrays of dtype="binary": always "hamming".
-            Default: "cosine" for single vectors, "dot" for sparse weights, "maxsim", "hamming".
+        documents: The result of `embed` for a list of texts: (documents, width), or a list with one array or one
+            `SparseVector` for each document.
+        similarity: A ModelInfo or a name. A ModelInfo, from `client.model()`, selects the similarity that the model was
+            trained for. Names for single vectors and sparse weights: "cosine", "dot", "euclidean", "manhattan". Names
+            for (n, width): "maxsim" and "meanmaxsim", as in `maxsim`. Packed bits (uint8, from dtype="binary") have
+            only "hamming". Defaults: "cosine" for single vectors, "dot" for sparse weights, "maxsim" for (n, width),
+            "hamming" for packed bits.
         top_k: The number of documents to return. Default: all.
 
     Returns:
@@ -103,7 +104,7 @@ def rank(
 
 
 def similarity_of(model: ModelInfo, kind: TrainedKind) -> Similarity:
-    """Return the similarity for a model's results of a kind.
+    """Return the similarity for results of one kind from this model.
 
     `ModelInfo.similarity` is for the kind that the model was trained for. For another kind, or if the model has no
     similarity: "cosine" for single vectors, "dot" for sparse weights.
@@ -134,7 +135,7 @@ def _kind(name: str, encoded: object) -> str:
 
 
 def _check_documents(documents: object, query: Vectors) -> None:
-    """Raise InvalidInputError if `documents` is not a list, or a document cannot be compared with the query."""
+    """Raise InvalidInputError if `documents` is neither a list nor an array, or does not fit the query."""
     if isinstance(documents, np.ndarray) and documents.ndim == 2:
         if len(documents):
             _check_document("a row of documents", documents[0], query)
@@ -165,7 +166,7 @@ def _check_document(name: str, document: object, query: Vectors) -> None:
         )
 
 
-# The kinds of a query and a document if a list with one text was embedded as the query.
+# The kinds that result if the caller embeds the query as a list of one text.
 _LISTED_QUERY = ("vectors for MaxSim", "a vector")
 
 
@@ -185,7 +186,7 @@ def _similarity_for(kind: str, similarity: Similarity | ModelInfo | None) -> Sim
         if (made := trained.get(kind)) and made not in similarity.kinds:
             there = ", ".join(map(repr, similarity.kinds)) or "none"
             raise InvalidInputError(
-                f"must be of the model that made the {kind}; was of model {similarity.name}, with the kinds {there}",
+                f"must be the model of the query; model {similarity.name} does not return {kind} (kinds: {there})",
                 field="similarity",
             )
         similarity = similarity_of(similarity, made or "model")
@@ -213,7 +214,7 @@ def _cosines(block: Array, query: Array) -> Floats:
     return cosines
 
 
-# Functions of (rows, width) and (width,) that return the score of each row, (rows,).
+# Functions from (rows, width) and (width,) to the score of each row, (rows,).
 _COMPARE: dict[str, Callable[[Array, Array], Floats]] = {
     "cosine": _cosines,
     "dot": lambda block, query: block @ query.astype(block.dtype),
@@ -244,7 +245,7 @@ def _maxsim_scores(query: Array, documents: Sequence[Array], by: str) -> Floats:
 def _sparse_scores(query: SparseVector, documents: Sequence[SparseVector], by: str) -> Floats:
     """Return the scores, (documents,).
 
-    A distance is computed as the distance to a document without weights, plus a correction for each weight.
+    A distance is the distance to a document without weights, plus a correction for each weight of the document.
     """
     dense = query.dense().astype(np.float64)  # (width,)
     norm = np.linalg.norm(dense)
@@ -273,7 +274,7 @@ def _sparse_scores(query: SparseVector, documents: Sequence[SparseVector], by: s
 
 
 def _groups(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
-    """Yield groups of successive documents with at most `_BLOCK_NUMBERS` numbers, or with one larger document."""
+    """Yield groups of successive documents: at most `_BLOCK_NUMBERS` numbers, or one larger document."""
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):

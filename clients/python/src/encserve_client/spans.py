@@ -6,13 +6,13 @@ from encserve_client._arguments import as_int
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.results import SequenceInfo
 
-# The end of a sentence: a mark before white space, with closing quotes and brackets; a Chinese or Japanese mark
-# anywhere; or an empty line.
+# The end of a sentence is one of: a mark such as "." before white space, with closing quotes and brackets; a Chinese or
+# Japanese mark anywhere; an empty line.
 _END = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[」』”’）]*|\n\s*\n")
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Split a text into sentences by punctuation only. The function also splits "Dr. Smith".
+    """Split a text into sentences by punctuation only. So "Dr. Smith" is also split.
 
     Returns:
         (start, end) of each sentence in code points, without the white space around the sentence. No range is empty.
@@ -34,7 +34,7 @@ def token_spans(info: SequenceInfo, size: int) -> list[tuple[int, int]]:
 
     Args:
         info: The result of `tokenize`, or of `run` with detail="tokens".
-        size: The number of tokens of a range. The last range may have fewer.
+        size: The number of tokens of a range. The last range may have fewer tokens.
 
     Returns:
         (start, end) of each range, in the unit of `info.offsets`.
@@ -46,7 +46,7 @@ def token_spans(info: SequenceInfo, size: int) -> list[tuple[int, int]]:
         raise InvalidInputError(f"must be >= 1; was {size}", field="size")
     if info.offsets is None:
         raise InvalidInputError(
-            "must have offsets: take it from tokenize, or from run with texts and detail='tokens'",
+            "must have offsets: pass the result of tokenize, or of run with texts and detail='tokens'",
             field="info",
         )
     offsets = info.offsets[info.offsets[:, 1] > info.offsets[:, 0]].tolist()  # special tokens have (0, 0)

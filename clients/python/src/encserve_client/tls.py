@@ -17,7 +17,7 @@ class Tls:
     Tls(ca="ca.pem")                                     # a private certificate authority
     Tls(ca="ca.pem", cert="client.pem", key="client.key")  # mutual TLS
 
-    The client reads changed files again, for new connections. Running calls keep their connection.
+    If a file changes, new connections use the new content. Running calls keep their connection.
 
     Attributes:
         ca: PEM file of the authorities to trust; None for gRPC's own list.

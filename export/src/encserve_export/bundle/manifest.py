@@ -234,7 +234,7 @@ def add_expected(parity: manifest_pb2.Parity, agreement: Agreement) -> None:
 
 
 def _rounded(error: float) -> float:
-    """Round to two significant digits. Further digits differ between exports, because threads add in varying order."""
+    """Round to two significant digits. Further digits differ between exports, because the order of sums varies."""
     return float(f"{error:.1e}")
 
 

@@ -1,7 +1,7 @@
 """Computes the space_id, which identifies the vector space of a model.
 
 Two bundles with equal ids compute equal vectors, up to rounding to float16. The id is a hash of everything that
-determines the vectors. It is computed from the model's own files:
+determines the vectors. The hash is computed from the model's own files:
 
 - the weights: name, type, shape and bytes of every tensor,
 - the configuration: config.json without settings that do not affect vectors,
@@ -60,7 +60,7 @@ MANIFEST_IGNORED = {
     "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
     "encoder", "graph", "head", "inspect_graph", "similarity",
 }  # fmt: skip
-# Fields of the messages inside the manifest, at any depth, that are ignored for the same reasons.
+# Fields of nested messages, at any depth, that are ignored for the same reasons.
 MESSAGE_IGNORED = {
     "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
     "special_token_ids", "takes_empty", "similarity",

@@ -23,8 +23,7 @@ def check_name(field: str, name: str) -> None:
         name: The name.
 
     Raises:
-        BundleNameError: The name is empty, has more than 64 characters, does not start with a letter or digit, or has
-            characters other than letters, digits, ".", "_" and "-".
+        BundleNameError: The name is not 1 to 64 letters, digits, ".", "_" and "-", with a letter or digit first.
     """
     if not _NAME.fullmatch(name):
         raise BundleNameError(

@@ -104,9 +104,9 @@ def complete(
 
     Raises:
         ExpectedFileError: The user's file of hidden states does not fit this model.
-        ExpectedRowsError: The bundle's hidden states differ from those in the user's file.
-        ParityError: A head's output differs from PyTorch's. Or the token ids or vectors of a text differ from those of
-            sentence-transformers or transformers.
+        ExpectedRowsError: The bundle's hidden states differ from the hidden states in the user's file.
+        ParityError: A head's output differs from PyTorch's. Or sentence-transformers or transformers gives other token
+            ids or vectors for a text.
         ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
     expected = source.expected

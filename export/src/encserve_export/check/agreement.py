@@ -1,6 +1,6 @@
 """Compares the hidden states from ONNX Runtime with the hidden states from PyTorch.
 
-Padded batches are also compared with the same sequences run one at a time.
+Padded batches are also compared with the same sequences, each run alone.
 
 A row is the hidden state of one token, a vector of d_model numbers. The error of a row is ‖got - want‖/‖want‖. The
 error of an array is the largest error of its rows.
@@ -31,8 +31,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 # One batch has 8 sequences of 64 tokens, so that PyTorch's float32 error is measured on many rows. The tolerance is 4
 # times this error. On a few rows, rounding errors may cancel out, and the tolerance would be too small.
-# A graph for inspections returns attention weights and hidden states. It is compared with sequences of up to 64 tokens,
-# because the memory of attention weights grows with the square of the length.
+# The comparison of a graph for inspections uses sequences of up to 64 tokens, because the memory of attention weights
+# grows with the square of the length.
 _MEASURED, _MEASURED_TOKENS = 8, 64
 # Identifies a sequence in a batch: its length, and the number of earlier sequences in the batch with this length.
 _Key = tuple[int, int]
@@ -64,10 +64,10 @@ class Case:
     Attributes:
         lengths: The lengths of its sequences, in tokens.
         max_relative_error: The largest ‖got - want‖/‖want‖ of a row. `want` is PyTorch's row. `got` is ONNX Runtime's
-            row: each sequence runs alone and in this batch. 0 if there is no PyTorch model to compare with.
+            row: each sequence runs alone and in this batch. 0 without a PyTorch model.
         max_padding_error: The largest ‖got - want‖/‖want‖ of a row in ONNX Runtime. `got` is the row in this batch, and
             `want` is the row of the same sequence alone.
-        min_cosine: The least cosine similarity to PyTorch's row; 1 if there is no PyTorch model.
+        min_cosine: The least cosine similarity to PyTorch's row; 1 without a PyTorch model.
         min_padding_cosine: The least cosine similarity between a row in this batch and the row of the sequence alone.
     """
 
@@ -84,7 +84,8 @@ class Parity:
 
     Attributes:
         cases: The compared batches.
-        bounds: The allowed differences. Without a PyTorch model, they limit only the differences that padding causes.
+        bounds: The allowed differences. Without a PyTorch model, the bounds limit only the differences that padding
+            causes.
         float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if PyTorch did not compute
             the rows in float64.
     """
@@ -116,7 +117,7 @@ class Parity:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceRows:
-    """The expected rows. PyTorch computes them before ONNX Runtime starts, so that less memory is needed at once.
+    """The expected rows. To save memory, PyTorch computes the rows before ONNX Runtime starts.
 
     Attributes:
         sequences: The sequences of all batches.
@@ -295,7 +296,8 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
         try:
             check(None)
         except ParityError:
-            # Rounding may explain the difference. Only a run in float64 measures rounding, but needs twice the memory.
+            # Rounding may explain the difference. Only a run in float64 measures rounding, but such a run needs twice
+            # the memory.
             check(reference_rows(reference, sequences, reference.module))
     except ParityError as error:
         raise ParityError(
@@ -375,7 +377,7 @@ def _run_in_float64(
 
 
 def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
-    """Return a text with the error of attention weights, (1, heads, seq, seq), if it is too large; otherwise empty."""
+    """Return the error of attention weights, (1, heads, seq, seq), as text. Return "" if the error is small enough."""
     if bounds.cosine is None:
         error = _largest_difference(got, want)
     else:  # the share of attention that moved to other tokens is half the sum of a token's absolute differences

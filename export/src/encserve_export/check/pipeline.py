@@ -1,4 +1,4 @@
-"""Compares a bundle's token ids and vectors with those of sentence-transformers or transformers, for the same texts.
+"""Compares a bundle's token ids and vectors of texts with the outputs of sentence-transformers or transformers.
 
 The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. If the exported
 directory has modules.json, its bundle is compared with sentence-transformers, else with transformers.
@@ -86,7 +86,7 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How texts are encoded: with a prompt, for a task, or without a prompt and a task.
+    """How texts are encoded: with a prompt, for a task, or with neither.
 
     Attributes:
         options: The arguments of the call that encodes texts with the bundle.
@@ -137,7 +137,7 @@ def prepare_comparison(
 ) -> PipelineCheck:
     """Return a function that compares a bundle. The function takes the bundle's folder and manifest as arguments.
 
-    sentence-transformers computes its outputs now, so that its model can be freed before the graph is written.
+    sentence-transformers computes its outputs now, so that the model can be freed before the graph is written.
     transformers computes its outputs when the bundle is compared.
 
     Vectors are not compared if the directory has no weights or if transformers does not know the model. The returned
@@ -282,14 +282,14 @@ def _check_vectors(
         if got.shape != want.shape:
             raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {_ADVICE}")
         if answer.output == "sparse" and cosine is not None and text == "":
-            continue  # an empty text has few weights, and rounding changes them most
+            continue  # the empty text: rounding changes its few weights too much
         difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
         if answer.output == "sparse" and cosine is None:
             excess = float((np.abs(got - want) - tolerance * np.abs(want)).max())
             if not excess <= PIPELINE_WEIGHT_TOLERANCE:
                 raise ParityError(
-                    f"the bundle gives other weights than {where}: one weight differs by {tolerance:.0e} of its value "
-                    f"plus {excess:.1e}; {tolerance:.0e} plus {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
+                    f"the bundle gives other weights than {where}: one weight w differs by {tolerance:.0e}·w + "
+                    f"{excess:.1e}; at most {tolerance:.0e}·w + {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed{advice}"
                 )
         elif difference.excess:
             raise ParityError(f"the bundle gives another vector than {where}: {difference.excess}{advice}")
@@ -408,7 +408,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
-    """Set the limits of text length in sentence-transformers to those of the bundle.
+    """Set the length limits of sentence-transformers to the limits of the bundle.
 
     sentence-transformers does not know the user's limit. For some models, sentence-transformers does not know the
     number of positions.
@@ -434,7 +434,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
         if count >= longest:
             raise UnsupportedModelError(
                 f"the prompt {_short(prompt)} has {count} tokens, and a text has at most {longest} (max_seq_length): "
-                "pooling leaves out the prompt (include_prompt is false), so no token would be left. Remove the "
+                "pooling leaves out the prompt (include_prompt is false), and no other token fits. Remove the "
                 "prompt, or give a larger --max-sequence-tokens"
             )
 

@@ -38,7 +38,7 @@ class UnsafeWeightsError(ExportError):
 
 
 class UnsupportedModelError(ExportError):
-    """The model does something that a bundle cannot express."""
+    """The model has a feature that a bundle cannot express."""
 
 
 class UnknownLayoutError(ExportError):
@@ -46,11 +46,11 @@ class UnknownLayoutError(ExportError):
 
 
 class EmbeddingTableError(ExportError):
-    """The checkpoint has no table of token embeddings, or more than one."""
+    """The checkpoint has no table of token embeddings, or several tables."""
 
 
 class WeightNamesError(ExportError):
-    """Weights are missing, or the model has no place for some weights."""
+    """A weight of the model is missing, or the model does not have a weight of the checkpoint."""
 
 
 class WeightShapeError(ExportError):

@@ -33,7 +33,7 @@ def _convert(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
 
 def _return_freed_memory() -> None:
     """Return freed memory to the operating system. Otherwise the process keeps the memory of the old tensors too."""
-    # glibc has the function malloc_trim. Other C libraries do not have it.
+    # glibc has the function malloc_trim. Other C libraries do not have this function.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

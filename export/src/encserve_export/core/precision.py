@@ -6,7 +6,7 @@ from typing import Literal
 
 Precision = Literal["float32", "float16", "int8"]
 
-# The exporter takes a checkpoint's position table for sinusoidal if the table differs from the sinusoid formula by at
+# The exporter treats a checkpoint's position table as sinusoidal if the table differs from the sinusoid formula by at
 # most this number. Tables that were computed in float32 differ by up to 4e-4 at position 5,000 (measured against
 # float64). Tables of other formulas differ by 1 or more.
 SINUSOID_TOLERANCE = 1e-3
@@ -96,5 +96,5 @@ PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
 
 
 def bounds_of(precision: str) -> Bounds:
-    """Return the bounds of a graph's precision; float32's bounds for a precision that the exporter does not write."""
+    """Return the bounds of a precision. For a precision that the exporter does not write, use float32's bounds."""
     return BOUNDS.get(precision, BOUNDS["float32"])

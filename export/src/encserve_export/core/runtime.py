@@ -21,7 +21,7 @@ def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntim
         Exception: ONNX Runtime cannot load the graph. Its exceptions have no public base class.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # no logs: ONNX Runtime raises each error too, and the exporter reports it
+    options.log_severity_level = 4  # no logs, because the exporter reports ONNX Runtime's exceptions
     # Without this option, int8 results are wrong on x86 CPUs without VNNI instructions. On these CPUs, sums of two
     # 8-bit products saturate at 16 bits.
     options.add_session_config_entry("session.x64quantprecision", "1")

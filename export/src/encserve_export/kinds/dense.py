@@ -59,7 +59,7 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
     tasks = read_tasks(loaded.prompts, transformer)
-    # Use a length only if a settings file states it, because such a length is the authors' choice. Limits of the
+    # Use a length only from a settings file, because such a length is the authors' choice. Limits of the
     # tokenizer or of the positions are not the authors' choice.
     lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
@@ -98,8 +98,7 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
     return {
         "encoder": encoder,
         "loaded": loaded,
-        # If the directory has no tokenizer, do not use the tokenizer that transformers creates: it has only special
-        # tokens.
+        # Without tokenizer files, transformers creates a tokenizer with only special tokens. Do not use this tokenizer.
         "tokenizer": None if tokenizer_source(encoder) is None else transformer.tokenizer,
         "template": read_template(transformer, has_prompts=has_prompts) if "message" in modalities else None,
         "prompts": dict(loaded.prompts),
@@ -216,8 +215,7 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 def _similarity(directory: Path, loaded: Any) -> str:
     """Return the similarity function that the directory's settings name, or "" without such a setting.
 
-    The similarity function of the loaded model is not used, because the loaded model has a default without such a
-    setting.
+    Without such a setting, the loaded model has a default. So this function does not read the loaded model.
     """
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")

@@ -53,11 +53,12 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether to export the encoder of a classifier or a cross-encoder, instead of refusing it.
+        ignore_head: Whether to export the encoder of a classifier or a cross-encoder. If false, refuse such a
+            directory.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
-        UnsupportedModelError: A bundle cannot express the model, or one of its modules.
+        UnsupportedModelError: A bundle cannot express the model or a module of the model.
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     named = settings.get("model_type")
@@ -143,11 +144,11 @@ def transformer_settings(encoder: Path) -> dict[str, Any]:
     for name in ("max_seq_length", "query_length", "document_length"):
         length = settings.get(name)
         if length is not None and (type(length) is not int or length < 1):
-            raise CheckpointFileError(f"{path} must give {name} as a number of tokens from 1; was {length!r}")
+            raise CheckpointFileError(f"{path} must give {name} as a number of tokens, at least 1; was {length!r}")
     if settings.get("tokenizer_name_or_path"):
         raise UnsupportedModelError(
             f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}; put the "
-            "tokenizer.json of that tokenizer beside config.json, and remove tokenizer_name_or_path"
+            "tokenizer.json of that tokenizer next to config.json, and remove tokenizer_name_or_path"
         )
     return settings
 
@@ -228,7 +229,7 @@ def _check_activation(path: Path, default: str | None) -> None:
 def _model_arguments(directory: Path) -> dict[str, Any]:
     """Return the arguments for loading the encoder.
 
-    A configured implementation of attention may need a GPU. It is replaced by "eager", which needs no GPU.
+    The configuration may select an implementation of attention that needs a GPU. The arguments select "eager" instead.
     """
     encoder = transformer_folder(directory)
     config = _read_if_there(encoder / "config.json")

@@ -2,8 +2,8 @@
 
 sentence-transformers loads the model, and adds settings that are missing in older formats.
 
-A Router is a module that sends queries and documents to different modules. For queries or for documents, it may use a
-table of static weights instead of an encoder. The table has one weight per token.
+A Router is a module that sends queries and documents to different modules. For queries or for documents, a Router may
+use a table of static weights instead of an encoder. The table has one weight per token.
 """
 
 import copy

@@ -88,11 +88,11 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
             architecture.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: The hidden states depend on weights that are missing, or the model has no place for some
-            weights.
+        WeightNamesError: The hidden states depend on missing weights, or the model does not have a weight of the
+            checkpoint.
         WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
-            would load them without their scale.
+            would not apply the scale of these weights.
     """
     config, (model, info) = _from_pretrained(
         directory,
@@ -314,7 +314,7 @@ def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) 
     misplaced = sorted(name for name, part in surplus.items() if part in parts)
     if misplaced:
         raise WeightNamesError(
-            f"the checkpoint has weights that the model of config.json has no place for: {listed(misplaced)}"
+            f"the checkpoint has weights that the model of config.json does not have: {listed(misplaced)}"
         )
     # If transformers loads only an encoder, it does not report the decoder's weights as unexpected. So the decoder is
     # added here.

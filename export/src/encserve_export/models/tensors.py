@@ -17,13 +17,13 @@ def listed(names: Sequence[str]) -> str:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor if it is not dense and in memory, not of a floating-point type, or not finite in float32.
+    """Refuse a tensor that is not dense, not in memory, not floating-point, or not finite in float32.
 
     Raises:
         WeightValueError: The tensor is refused. The message has the tensor's name and the reason.
     """
     if tensor.layout != torch.strided or tensor.is_meta:
-        raise WeightValueError(f"{name} must hold all of its numbers; was {tensor.device.type}, {tensor.layout}")
+        raise WeightValueError(f"{name} must be a dense tensor in memory; was {tensor.device.type}, {tensor.layout}")
     if not tensor.is_floating_point():
         raise WeightValueError(
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"

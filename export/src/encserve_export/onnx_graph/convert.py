@@ -15,7 +15,7 @@ from encserve_export.core.runtime import onnxruntime  # isort: skip # noqa: F401
 
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16  # isort: skip
 
-# The int8 conversion gives ReduceMax its axes as an input. Opset 18 is the first that allows this.
+# The int8 conversion gives ReduceMax its axes as an input. Opset 18 is the first opset with this input.
 _LEAST_OPSET = 18
 # These operators stay in float32. PyTorch's autocast does the same for softmax, pow, reciprocal, log, sum and norm
 # ("CUDA Ops that can autocast to float32"). A mean is a scaled sum, and Sqrt is the last step of a norm. Cos, Sin and

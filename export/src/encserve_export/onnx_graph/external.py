@@ -156,7 +156,7 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder of the files that the links in a huggingface_hub snapshot point to; None for any other folder."""
+    """The folder "blobs" that a huggingface_hub snapshot links to; None if a folder is not a snapshot."""
     for parent in folder.resolve().parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent / "blobs"

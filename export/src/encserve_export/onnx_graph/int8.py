@@ -140,7 +140,8 @@ def plan_layer(weight: Array, x: Array, *, least: float | None = None) -> Layer:
     Args:
         weight: W, (n, k).
         x: The layer's measured input, (tokens, k).
-        least: The minimum of x, if known. With a minimum, x is not smoothed: its columns would get different minima.
+        least: The minimum of x, if known. With a minimum, x is not smoothed, because smoothing would give the columns
+            different minima.
     """
     plain = _round_layer(weight, x, None, least)
     if least is not None:

@@ -40,10 +40,11 @@ def export_checkpoint(
     Args:
         path: The file: safetensors, or a pickle of tensors.
         target: The destination of the bundle.
-        fields: Fields of EncoderConfig that the weights do not show. If some are missing, the error lists them.
+        fields: Fields of EncoderConfig that the weights do not show. If some fields are missing, the error lists these
+            fields.
         rename: Parts of weight names in the file, and the new text for each part; see `state_dict.rename_tensors`.
         embeddings: The file of the token embedding table, if `path` has none.
-        tokenizer: The tokenizer; without it the model takes token ids only.
+        tokenizer: The tokenizer; without a tokenizer, the model takes token ids only.
         layout: The layout's name; None to detect the layout.
         model_input: The model's input, "token_ids" or "embeddings". "embeddings" needs no embedding table.
         max_sequence_tokens: The longest sequence to serve, in tokens. The default is 512, or the length of the position
@@ -106,7 +107,7 @@ def export_init(
         config: The encoder's sizes and settings.
         seed: The seed of the weights.
         target: The destination of the bundle.
-        tokenizer: The tokenizer; without it the model takes token ids only.
+        tokenizer: The tokenizer; without a tokenizer, the model takes token ids only.
         precision: The precision of the bundle.
         pooling: The pooling of the model's vectors, one of `POOLINGS`; None if callers choose.
         l2_normalize: Whether pooled vectors are scaled to length 1.

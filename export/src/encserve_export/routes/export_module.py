@@ -132,8 +132,8 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
 
 
 def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
-    # `tensors` must not be kept after this function. Later, the export converts the module's weights to float64 for a
-    # while. If `tensors` were kept, the float32 weights would stay in memory too.
+    # No reference to `tensors` may remain after this function. Later, the export converts the module's weights to
+    # float64 for a while. A reference would keep the float32 weights in memory too.
     tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     return digest_model(tensors, configuration)
 

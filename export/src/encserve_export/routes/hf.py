@@ -361,8 +361,8 @@ def _check_ids_only(directory: Path, tokenizer: TokenizerFile | None, *, ids_onl
         )
     if tokenizer is None and not ids_only:
         raise TokenizerError(
-            f"{directory} has no {manifest.TOKENIZER_FILE}, and no older tokenizer file: add the tokenizer that the "
-            "model was trained with, or give --ids-only for a model that takes token ids only"
+            f"{directory} has no {manifest.TOKENIZER_FILE}, and no older tokenizer file. Add the tokenizer that the "
+            "model was trained with. Or give --ids-only; the model then takes token ids only"
         )
 
 
@@ -384,8 +384,8 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointFileError(
-            f"{path} is missing: this is not a directory of transformers or sentence-transformers. Export a state "
-            "dict with `encserve-export checkpoint`, an ONNX file with `encserve-export onnx`"
+            f"{path} is missing: this is not a directory of transformers or sentence-transformers. For a state dict, "
+            "use `encserve-export checkpoint`. For an ONNX file, use `encserve-export onnx`"
         )
     return read_object(path)
 
@@ -414,8 +414,8 @@ def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple
     bound = min(known, default=DEFAULT_LONGEST)
     if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
         return LONGEST_BY_DEFAULT, (
-            f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
-            "sets a larger limit, and memory grows with the square of this limit"
+            f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}. --max-sequence-tokens "
+            "sets a larger limit. Memory grows with the square of the limit"
         )
     if usual is None and positions is not None and bound < positions:
         return longest_sequence(positions, bound, asked, "model_max_length")

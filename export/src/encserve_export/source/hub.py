@@ -55,7 +55,7 @@ def is_id(text: str) -> bool:
 
 
 def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
-    """Download a checkpoint into the cache of huggingface_hub, or find it there.
+    """Download a checkpoint into huggingface_hub's cache, unless the cache already has the checkpoint.
 
     The files come from the repository's root, and from the folders that modules.json and router_config.json name.
 
@@ -66,8 +66,8 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
             downloaded.
 
     Raises:
-        HubError: The repository or revision does not exist or is not accessible, or the download failed. Also raised if
-            OWNER is a local directory and no revision is given, because NAME may be a typing error.
+        HubError: The repository or the revision does not exist or is not accessible. Or the download failed. Or OWNER
+            is a local directory and no revision is given: NAME may then be a typing error.
     """
     owner = repository.partition("/")[0]
     if revision is None and Path(owner).is_dir():

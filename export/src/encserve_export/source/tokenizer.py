@@ -41,7 +41,8 @@ class TokenizerFile:
         around_text: The ids of the special tokens that the file adds around a text.
         added_tokens: The added tokens by id. A text gets such an id only if the text contains the token.
         split_special_tokens: Whether a special token in a text is split into tokens like other text.
-        made_of: The file of the checkpoint that this file was made from, for errors; None if `path` is that file.
+        made_of: The checkpoint's file from which `path` was made, for error messages; None if `path` is the
+            checkpoint's file.
     """
 
     path: Path

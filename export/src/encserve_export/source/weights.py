@@ -72,7 +72,7 @@ def read_weights(directory: Path) -> Weights:
     """Read the weights of a checkpoint directory.
 
     Raises:
-        CheckpointFileError: The directory has no weights, or they are unreadable.
+        CheckpointFileError: The directory has no weights, or the weights are unreadable.
         UnsafeWeightsError: A pickle contains objects that could run code.
     """
     files = _weights_files(directory)
@@ -104,7 +104,7 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
             do not include the table.
 
     Raises:
-        CheckpointFileError: The file is unreadable, or holds no state dict or several.
+        CheckpointFileError: The file is unreadable, or does not hold exactly one state dict.
         UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     tensors: dict[str, Tensor] = {}
@@ -122,7 +122,7 @@ def read_table(path: Path) -> tuple[str, Tensor]:
     A tensor without a name gets the name of the file, without the suffix.
 
     Raises:
-        CheckpointFileError: The file is unreadable, or does not hold one tensor.
+        CheckpointFileError: The file is unreadable, or does not hold exactly one tensor.
         UnsafeWeightsError: The file is a pickle of objects that could run code.
     """
     content = _load(path)
@@ -143,8 +143,8 @@ def _weights_files(directory: Path) -> list[Path]:
         if index.is_file():
             return [directory / part for part in _indexed_files(index)]
     raise CheckpointFileError(
-        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, alone or with an index: download them, or "
-        "save the model with save_pretrained"
+        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, with or without an index. Download the "
+        "weights, or save the model with save_pretrained"
     )
 
 

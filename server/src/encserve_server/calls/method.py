@@ -13,7 +13,7 @@ class Access(Enum):
     """The callers that may use a method, if the server asks for keys or certificates."""
 
     OPEN = auto()  # everyone, for health checks
-    LISTING = auto()  # known callers, or everyone with --public-listing, for lists of models
+    LISTING = auto()  # for lists of models: known callers; with --public-listing, everyone
     CALLERS = auto()  # known callers
     INSPECT = auto()  # known callers with the permission to inspect
 

@@ -20,7 +20,8 @@ from encserve_server.types.requests import DataType, Output, OutputKind
 Column = Sequence[Any]
 
 _LEAST_NORM = np.finfo(np.float32).tiny
-# The square of a number above 1.8e19 overflows float32. The weights of a head can multiply a number by 10,000.
+# A head can multiply an input by 10,000. The square of a number above 1.8e19 overflows float32. So with inputs above
+# 1e15, the square of a result may overflow.
 _LARGE = 1e15
 
 
@@ -142,8 +143,9 @@ def finish(rows: Numbers, output: Output, *, is_finite: bool = False) -> tuple[O
         is_finite: Whether the caller knows that all rows are finite.
 
     Returns:
-        (rows, dimensions) of the output's data type, C-contiguous, and a (rows,) mask of invalid rows, None if all rows
-        are valid. A number that overflows float16 becomes infinite, and its row stays valid.
+        Two values. The rows: (rows, dimensions), C-contiguous, in the output's data type. The mask of invalid rows:
+        (rows,), or None if all rows are valid. A number that overflows float16 becomes infinite, and its row stays
+        valid.
     """
     if output.dimensions:
         rows = np.ascontiguousarray(rows[:, : output.dimensions])

@@ -1,10 +1,10 @@
 """Decides which caller's item starts next. This module uses no clock and no threads.
 
 Callers share a resource by start-time fair queueing (Goyal et al., SIGCOMM '96). The virtual start of an item is the
-virtual end of the caller's previous item, or the current virtual time if that is later. The virtual end of an item is
-its virtual start + cost / weight. The item with the earliest virtual start is next, and the virtual time moves to this
-start. So a caller that was idle has no credit, and a caller that was alone has no debt. If an item is removed before it
-starts, its caller gets the cost back.
+later of two times: the virtual end of the caller's previous item, and the current virtual time. The virtual end of an
+item is its virtual start + cost / weight. The item with the earliest virtual start is next, and the virtual time moves
+to this start. An idle caller does not save up turns. A caller that ran alone does not pay for this later. If an item is
+removed before it starts, its caller gets the cost back.
 
 Interactive items start before bulk items, but `BulkTurn` gives bulk items a fixed share.
 """
@@ -72,10 +72,11 @@ class FairQueue(Generic[Item]):
         """Start empty.
 
         Args:
-            slack: The cost by which a caller may be ahead of its share before its items get a later virtual start.
-            max_lead: Limits the virtual start of a new item to virtual time + (the caller's waiting cost + `max_lead`)
-                / weight. Without this limit, items that start out of order would move the virtual start further and
-                further.
+            slack: A caller may be ahead of its share by this cost. Beyond this cost, its items get a later virtual
+                start.
+            max_lead: The virtual start of a new item is at most virtual time + (the caller's waiting cost + `max_lead`)
+                / weight. Without this limit, a caller whose items often start out of order could get ever later
+                virtual starts.
         """
         self.cost = 0
         self.flows: dict[str, Flow[Item]] = {}
@@ -114,7 +115,10 @@ class FairQueue(Generic[Item]):
         return flow
 
     def first(self) -> Item:
-        """Return the oldest item of the next caller. Of equal callers, the caller with less waiting cost is next."""
+        """Return the oldest item of the next caller.
+
+        If two callers have the same virtual start, the caller with less waiting cost is next.
+        """
         if len(self.active) == 1:
             return next(iter(self.active)).oldest
         return min(self.active, key=lambda flow: (flow.oldest.virtual_start, flow.cost)).oldest
@@ -127,8 +131,8 @@ class FairQueue(Generic[Item]):
 class BulkTurn:
     """Decides between interactive and bulk work.
 
-    Interactive work starts first. Bulk work is next once interactive work of `BULK_TURN - 1` times the bulk work's cost
-    has started since the last bulk work.
+    Interactive work starts first. While bulk work waits, the cost of the starting interactive work is counted. When
+    this cost reaches `BULK_TURN - 1` times the bulk work's cost, bulk work is next.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """The engine's threads, called lanes. A lane takes a batch from the queue, runs it, and hands over the outputs.
 
 A CPU has its best throughput with several batches at a time, one thread each. Threads that share a batch wait for each
-other in every layer, and longer if another program takes one of their cores. But a single batch ends sooner if all
-threads share it. So a batch is *alone* if no other lane is busy and no further sequence waits. A batch that is alone
-runs on all threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
+other in every layer. They wait longer if another program uses a core. But a single batch ends sooner if all threads
+share it. So a batch is *alone* if no other lane is busy and no further sequence waits. A batch that is alone runs on
+all threads, and later sequences wait until it ends. As soon as more sequences wait, each lane runs a batch.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class Lanes:
         self._probe_ended = threading.Condition(self.lock)
         self._failures = 0  # failed runs since the last success
         self._busy_lanes = 0
-        self._busy_counted_at = 0.0  # the time until which busy time is counted
+        self._busy_counted_at = 0.0  # the time of the last update of `_busy_seconds`
         self._busy_seconds = 0.0
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class Lanes:
         return oldest
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds since the last call of this method in which at least one lane was busy."""
+        """Return for how many seconds at least one lane was busy since the last call of this method."""
         with self.lock:
             self._count_busy(0)
             seconds, self._busy_seconds = self._busy_seconds, 0.0
@@ -204,8 +204,8 @@ class Lanes:
             if first:
                 self._waking = False
             self._alone = False  # if a batch ran alone, this lane has just finished it
-            # `take` is called only if `len` finds sequences, because `take` is slower. While this thread holds the GIL,
-            # the event loop cannot deliver outputs.
+            # If the queue is empty, this method does not call the slow `take`. A slow `take` would hold the GIL and
+            # delay the event loop's deliveries.
             only = len(self._idle) == len(self._lanes) - 1  # all other lanes are idle
             may_take = len(self.pending) and not (self._stopped or self._broken)
             taken = self.pending.take(self._policy, self._clock.now()) if may_take else None

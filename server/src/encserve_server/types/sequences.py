@@ -23,8 +23,8 @@ class TokenSequence:
         char_starts: (seq,) the start of each token in the text, in code points; 0 for special tokens. None if the input
             is not a text or the call does not need offsets.
         char_ends: (seq,) the exclusive end of each token; see `char_starts`.
-        kept_after: The number of tokens after the removed tokens; 0 without truncation.
-        attended: All tokens attend only to this number of tokens at the start; 0 for no limit.
+        kept_after: The number of tokens kept at the end, behind the cut; 0 without truncation.
+        attended: Every token attends only to the first `attended` tokens; 0 for no limit.
         token_spans: The spans for OutputKind.SPANS; None without spans.
         wanted: The outputs to compute.
         cost: The cost in tokens; see `ModelOutputs.cost`.

@@ -1,1 +1,1 @@
-"""Texts out of files, and what becomes of them into files, as streams: neither is ever held as a whole."""
+"""Reads inputs from files and writes outputs to files. Both are streams: no file is in memory as a whole."""

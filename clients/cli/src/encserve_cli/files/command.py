@@ -1,4 +1,4 @@
-"""Options for inputs and outputs. `delivery` writes the outputs, because its imports would make the help slow."""
+"""Options for inputs and outputs. The slow imports are in `delivery`, so that the help is fast."""
 
 import functools
 import glob
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 STDOUT = Path("-")  # --output - writes to standard output
-# Of `files.writing`, which is imported late.
+# The suffixes of `files.writing`. Its import is slow.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 
@@ -57,8 +57,8 @@ class Sources:
         """Return all inputs.
 
         Raises:
-            ValueError: An input is not valid, there are no inputs, or there are more than `most`. The error about too
-                many inputs ends with the advice.
+            ValueError: An input is not valid, there are no inputs, or there are more than `most` inputs. In the last
+                case the message ends with `advice`.
             OSError: A file cannot be read.
         """
         inputs = list(itertools.islice(self.read(), most + 1))
@@ -76,8 +76,8 @@ class Printing:
     Attributes:
         output: A file, `STDOUT`, or None to print the vectors.
         folder: The folder of a job, a path or a URI, or None.
-        max_rows: The most rows to print for each text.
-        dimensions: The number of dimensions that are kept of each row, or None for all.
+        max_rows: The largest number of rows to print for each text.
+        dimensions: Keep only this many numbers at the start of each row; None for all.
         dtype: The type of the numbers.
     """
 
@@ -94,14 +94,14 @@ class Printing:
 
 
 def _is_folder(output: str) -> bool:
-    """Whether an output starts a job: a folder, a name that ends in /, or a URI that does not name a file."""
+    """Whether an output starts a job. True for a folder, a name that ends in /, and a URI of a folder."""
     if is_uri(output) and output.lower().endswith(_SUFFIXES):
         raise click.UsageError(f"--output {output}: files are written to paths; a URI names the folder of a job")
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()
 
 
 def reads_texts(command: Command) -> Command:
-    """Add TEXT, --input, --column and --text to a command. The command gets `sources`, its inputs."""
+    """Add TEXT, --input, --column and --text to a command. The command gets the argument `sources`."""
 
     @functools.wraps(command)
     def wrapper(
@@ -173,7 +173,7 @@ def _files_of(pattern: str) -> list[str]:
 
 
 def prints_rows(command: Command) -> Command:
-    """Add the options of outputs to a command. The command gets `printing`."""
+    """Add the options of outputs to a command. The command gets the argument `printing`."""
 
     @functools.wraps(command)
     def wrapper(
@@ -210,7 +210,7 @@ def prints_rows(command: Command) -> Command:
             type=click.Choice(["float32", "float16", "int8", "binary"]),
             default="float32",
             show_default=True,
-            help="The type of the numbers. binary has 8 numbers in a byte. int8 and binary are for vectors, not for "
-            "rows of tokens or sparse weights.",
+            help="The type of the numbers. binary has 8 numbers in a byte. int8 and binary are only for vectors, not "
+            "for rows of tokens or sparse weights.",
         ),
     )

@@ -20,14 +20,14 @@ from encserve_client import EncoderClient, EncodeResult, Output, OutputKind
 
 Run = Callable[[list[Any], Count], EncodeResult]
 
-# Results that are printed are all held in memory.
+# All results that are printed are in memory at the same time.
 _MOST_PRINTED = 1000
 
 
 def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: Printing, **options: Any) -> Run:
-    """Return a function that encodes some inputs, and raises the error of the first failed input.
+    """Return a function that encodes inputs. The function raises the error of the first failed input.
 
-    `options` are further arguments of `client.run`.
+    `options` are other arguments of `client.run`.
     """
     has_tokens = kind in ("tokens", "multi_vector", "sparse")
 
@@ -50,11 +50,11 @@ def run_of(client: EncoderClient, kind: OutputKind, sources: Sources, printing: 
 def deliver(run: Run, sources: Sources, printing: Printing, as_json: bool, stop: Callable[[], object]) -> None:
     """Encode all inputs, and print the vectors or write them to a file.
 
-    After an error or Ctrl-C, `stop` makes the running calls of `run` end soon.
+    After an error or Ctrl-C, this function calls `stop`, which ends the running calls of `run`.
 
     Raises:
-        ValueError: An input cannot be read or is refused, there are no inputs or too many to print, or the kind of
-            file cannot hold the vectors.
+        ValueError: An input cannot be read or is refused, there are no inputs, or there are too many to print. Or this
+            kind of file cannot hold the vectors.
         OSError: A file cannot be read or written.
         EncserveError: `run` failed for another reason.
     """
@@ -75,7 +75,7 @@ def deliver(run: Run, sources: Sources, printing: Printing, as_json: bool, stop:
 
 def _save(run: Run, sources: Sources, path: Path, as_json: bool, stop: Callable[[], object]) -> None:
     """Write the vectors to a file block by block, and print a summary of the file."""
-    from encserve_cli.files.writing import writing  # which imports pyarrow
+    from encserve_cli.files.writing import writing  # imports pyarrow, which is slow
 
     inputs = rows = 0
     last: EncodeResult | None = None
@@ -110,7 +110,7 @@ def _with_ids(run: Run, inputs: list[list[int]], count: Count) -> EncodeResult:
 
 
 def _shown_progress(sources: Sources, path: Path, total: int | None) -> AbstractContextManager[OnProgress]:
-    """Show the progress, except beside the lines of `STDOUT`, which may go to the same terminal."""
+    """Show the progress, except with `STDOUT`: the lines of the output may go to the same terminal."""
     if path == STDOUT:
         return nullcontext(lambda _: None)
     return shown_progress(total, "inputs" if sources.ids else "texts")

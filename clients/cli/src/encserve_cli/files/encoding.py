@@ -1,4 +1,4 @@
-"""Encodes many inputs through one client: in order, in bounded memory, and with the place of a refused input."""
+"""Encodes many inputs through one client, in order and in bounded memory. Errors name the file and line."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +13,11 @@ from encserve_client import EncodeResult, EncserveError
 
 R = TypeVar("R")
 
-# A block is several messages, but the rows of its tokens fit into memory: some 16,000 tokens of English, or this many
-# short inputs.
+# A block has several messages, and its token vectors fit into memory. The limits are about 16,000 tokens of English
+# text, and this many short inputs.
 _BLOCK_BYTES = 64 * 1024
 _BLOCK_INPUTS = 2048
-# While the last messages of a block are answered, the client sends those of the next block.
+# The client sends messages of the next block while it waits for the last answers of a block.
 _BLOCKS_AT_ONCE = 2
 
 Run = Callable[[list[Any]], R]
@@ -27,12 +27,12 @@ def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) 
     """Yield blocks of inputs with their results, in the order of the inputs.
 
     Args:
-        run: Encodes the inputs of one block. Several threads call it at a time.
+        run: Encodes the inputs of one block. Several threads call `run` at the same time.
         inputs: The inputs.
-        stop: Makes the running calls end soon. It is called after an error or Ctrl-C.
+        stop: Ends the running calls soon. Called after an error or Ctrl-C.
 
     Raises:
-        ValueError: An input cannot be read or is refused. The text names the place of the input.
+        ValueError: An input cannot be read or is refused. The message names the file and line of the input.
         EncserveError: `run` failed for another reason.
     """
     with ThreadPoolExecutor(_BLOCKS_AT_ONCE, thread_name_prefix="encserve-block") as pool:
@@ -74,7 +74,7 @@ def encode_block(run: Run[R], block: Sequence[Sent]) -> R:
     """Return the result of `run` for some inputs.
 
     Raises:
-        ValueError: An input is refused. The text names the place of the input instead of the index.
+        ValueError: An input is refused. The message names the file and line instead of the index.
         EncserveError: `run` failed for another reason.
     """
     try:
@@ -86,7 +86,7 @@ def encode_block(run: Run[R], block: Sequence[Sent]) -> R:
 
 
 def with_sent_ids(result: EncodeResult, values: Sequence[object]) -> EncodeResult:
-    """Return the result with the token ids of the inputs that are lists of ids. The server does not return these."""
+    """Add the token ids to the result for inputs that are lists of ids. The server does not return these ids."""
     infos = (
         replace(info, token_ids=np.array(value[: info.token_count], np.int64)) if isinstance(value, list) else info
         for info, value in zip(result.sequences, values, strict=True)

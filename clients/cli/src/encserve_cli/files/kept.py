@@ -1,4 +1,4 @@
-"""The columns of --keep: their types, and values of these types from .jsonl and .csv files."""
+"""The columns of --keep: their types, and the conversion of values to these types."""
 
 import decimal
 import json
@@ -9,18 +9,18 @@ import pyarrow as pa
 
 from encserve_cli.files.storage import is_text
 
-# The types that --keep NAME:TYPE takes.
+# The values of TYPE in --keep NAME:TYPE.
 TYPES: Mapping[str, Any] = {"string": pa.string(), "int64": pa.int64(), "double": pa.float64(), "bool": pa.bool_()}
 
 
 def split_type(column: str) -> tuple[str, str | None]:
-    """Split NAME:TYPE of --keep into the name and the type; the type of NAME alone is None."""
+    """Split NAME:TYPE of --keep into name and type. The type is None for NAME without TYPE."""
     name, colon, its = column.rpartition(":")
     return (name, its) if colon and name and its in TYPES else (column, None)
 
 
 def json_types(values: Iterable[Any]) -> set[str]:
-    """Return the types of JSON values, keys of `TYPES`."""
+    """Return the types of JSON values, as keys of `TYPES`."""
     found = set()
     for value in values:
         if type(value) is int:
@@ -31,7 +31,7 @@ def json_types(values: Iterable[Any]) -> set[str]:
 
 
 def common_type(types: Iterable[str]) -> str:
-    """Return the one type for values of several JSON types: "double" for numbers, otherwise "string"."""
+    """Return one type that holds values of all these types: "double" for int64 and double, otherwise "string"."""
     found = set(types)
     if found == {"int64", "double"}:
         return "double"
@@ -39,7 +39,7 @@ def common_type(types: Iterable[str]) -> str:
 
 
 def type_named(name: str) -> Any:
-    """Return the Arrow type of a name, as `str(type)` gives it, or None if the name is unknown."""
+    """Return the Arrow type with this name (its `str(type)`), or None if the name is unknown."""
     try:
         return TYPES.get(name) or pa.type_for_alias(name)
     except ValueError:
@@ -53,12 +53,12 @@ def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], 
         values: (rows,) The values; None for null.
         name: The name of the column.
         its: The type.
-        place: Gives the place of a row in the inputs, from its index.
-        parsed: Whether the values come from JSON. Otherwise they are texts, and the empty text is null for all types
-            but "string".
+        place: Returns the file and line of a row, from the index of the row.
+        parsed: Whether the values come from JSON. Otherwise the values are texts, and an empty text is null for all
+            types except "string".
 
     Raises:
-        ValueError: The type does not hold a value exactly; the text names the row.
+        ValueError: The type does not hold a value exactly. The message names the row.
     """
     if its == "string":
         values = [value if value is None or isinstance(value, str) else _json_of(value) for value in values]
@@ -69,16 +69,16 @@ def array_of(values: Sequence[Any], name: str, its: str, place: Callable[[int], 
 
 
 def cast_column(column: Any, name: str, wanted: Any, place: Callable[[int], str]) -> Any:
-    """Return an Arrow array of a column of Parquet with another type.
+    """Convert a column of a Parquet file to another type.
 
     Args:
-        column: (rows,) The Arrow array.
+        column: (rows,) Arrow array.
         name: The name of the column.
         wanted: The Arrow type.
-        place: Gives the place of a row in the inputs, from its index.
+        place: Returns the file and line of a row, from the index of the row.
 
     Raises:
-        ValueError: The type does not hold a value exactly; the text names the row.
+        ValueError: The type does not hold a value exactly. The message names the row.
     """
     return _array_or_error(column, lambda some: _cast(some, wanted), name, wanted, place)
 
@@ -112,10 +112,10 @@ def _problem(value: Any, name: str, wanted: Any) -> str:
 
 
 def _converted(values: Sequence[Any], wanted: Any, *, parsed: bool) -> Any:
-    """Return an array. Arrow refuses most values that the type does not hold exactly."""
+    """Convert values to an Arrow array. Arrow itself refuses most values that the type does not hold exactly."""
     if not parsed:
         return _cast(pa.array(values, pa.string()), wanted)
-    # But Arrow would cut fractions off, and make numbers of true and false.
+    # But Arrow would cut off fractions, and convert true and false to numbers.
     takes = (int,) if pa.types.is_integer(wanted) else (int, float) if pa.types.is_floating(wanted) else None
     if takes and any(value is not None and type(value) not in takes for value in values):
         raise TypeError
@@ -123,7 +123,7 @@ def _converted(values: Sequence[Any], wanted: Any, *, parsed: bool) -> Any:
 
 
 def _cast(column: Any, wanted: Any) -> Any:
-    """Return an Arrow array with another type. Raise ArrowInvalid if a value would change."""
+    """Convert an Arrow array to another type. Raise ArrowInvalid if a value would change."""
     its = column.type
     if pa.types.is_dictionary(its):
         return _cast(column.cast(its.value_type), wanted)
@@ -144,9 +144,9 @@ def _cast(column: Any, wanted: Any) -> Any:
 
 
 def _has_value(text: str | None, number: float | None) -> bool:
-    """Whether a float64 stands for the decimal number of a text.
+    """Whether a float64 represents the decimal number in a text.
 
-    The text must be the shortest one of the float64, or have the digits of the float64, rounded.
+    The text must be the shortest text of the float64, or the float64 rounded to the digits of the text.
     """
     if text is None or number is None:
         return text is None and number is None

@@ -13,7 +13,7 @@ import click
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
-# The files of inputs, and their compression.
+# The kinds of input files, and their compression.
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
@@ -28,12 +28,12 @@ InputKind = Literal["text", "ids", "vectors"]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options for turning rows of files into inputs.
+    """The options for reading inputs from rows of files.
 
     Attributes:
         input_kind: The kind of every input: a text, token ids, or a list of vectors.
         column: The column with the inputs; None for "text", or the only column.
-        keep: Further columns to read, as NAME or NAME:TYPE.
+        keep: Other columns to read, as NAME or NAME:TYPE.
     """
 
     input_kind: InputKind = "text"
@@ -45,7 +45,7 @@ class Sent(NamedTuple):
     """One input.
 
     Attributes:
-        where: The place of the input, for errors: "texts.csv, line 7".
+        where: The file and line of the input, for errors: "texts.csv, line 7".
         value: The text, or the token ids.
     """
 
@@ -64,16 +64,16 @@ class Sent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """About how many bytes of text the input has."""
+        """The approximate number of bytes of the input."""
         return len(self.value) if isinstance(self.value, str) else 4 * len(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of inputs, which need not exist.
+    """A file of inputs. The file need not exist.
 
     Attributes:
-        name: The argument that names the file, in valid Unicode, for errors.
+        name: The name of the file from the command line, as valid Unicode, for errors.
         uri: The absolute path or the URI of the file; "-" for standard input.
         suffix: One of `SUFFIXES`.
         codec: The compression, "gzip" or "zstd"; None for an uncompressed file.
@@ -90,7 +90,7 @@ class DataFile:
         return not is_uri(self.uri)
 
     def place(self, number: int) -> str:
-        """Return the place of a row for errors: "texts.csv, line 7" or "texts.parquet, row 7"."""
+        """Return the file and row for errors: "texts.csv, line 7" or "texts.parquet, row 7"."""
         return f"{self.name}, {'row' if self.suffix == '.parquet' else 'line'} {number}"
 
 
@@ -98,7 +98,7 @@ STDIN_FILE = DataFile("standard input", STDIN, ".txt", None)
 
 
 def is_uri(argument: str) -> bool:
-    """Whether an argument begins as a URI does, not as a path."""
+    """Whether an argument begins like a URI, such as "s3://"."""
     return _URI.match(argument) is not None
 
 
@@ -106,7 +106,7 @@ def check_no_secret(uri: str) -> None:
     """Refuse a URI with a password or a key, because plans, logs and errors name the files of a job.
 
     Raises:
-        ValueError: The URI has a secret, which the text does not show.
+        ValueError: The URI has a secret. The message does not show the secret.
     """
     its = urlsplit(uri)
     if its.password is not None or any(
@@ -122,8 +122,8 @@ def named_file(name: str) -> DataFile:
     """Return the file of --input. "-" is standard input.
 
     Raises:
-        ValueError: The name is of a folder, or of a file of an unknown kind.
-        FileNotFoundError: The file is missing. In object stores, a missing file is found when it is read.
+        ValueError: The name belongs to a folder, or to a file of an unknown kind.
+        FileNotFoundError: The file is missing. For object stores, the error comes later, from reading.
     """
     if name == STDIN:
         return STDIN_FILE
@@ -142,12 +142,12 @@ def named_file(name: str) -> DataFile:
         hint = "check the path" if suffix in SUFFIXES else f"inputs end in {KNOWN}"
         raise FileNotFoundError(f"{shown}: there is no such file; {hint}")
     if suffix not in SUFFIXES:
-        raise ValueError(f"{shown}: is a file of a kind that is not known; known are {KNOWN}")
+        raise ValueError(f"{shown}: is a file of an unknown kind; known kinds: {KNOWN}")
     return DataFile(shown, str(path), suffix, codec)
 
 
 def looks_like_file(argument: str) -> bool:
-    """Return whether an argument is "-", ends as a file of inputs, exists as a path, or is a URI of an object store.
+    """Whether an argument is "-", has the suffix of an input file, is an existing path, or is an object store's URI.
 
     Raises:
         ValueError: The argument is a URI with a secret.
@@ -166,7 +166,7 @@ def _is_remote(argument: str) -> bool:
 
 
 def _kind_of(name: str) -> tuple[str, str | None]:
-    """Return the suffix and the codec. The suffix is "" for compressed Parquet, which is not supported."""
+    """Return (suffix, codec). Compressed Parquet is not supported, so its suffix is ""."""
     path = Path((name.partition("?")[0] if is_uri(name) else name).lower())
     if (codec := CODECS.get(path.suffix)) is None:
         return path.suffix, None
@@ -188,10 +188,10 @@ def read_inputs(texts: Sequence[str], files: Sequence[str], column: str | None, 
         texts: The texts of the command line.
         files: Paths and URIs of files; "-" for standard input.
         column: The column of files with several columns. Default: "text", or the only column.
-        ids: Whether inputs are token ids. In texts, commas or spaces are between ids.
+        ids: Whether inputs are token ids. A text has commas or spaces between ids.
 
     Raises:
-        ValueError: A row is not an input; the text names the file and the line.
+        ValueError: A row is not an input. The message names the file and the line.
         OSError: A file cannot be opened.
     """
     options = ReadOptions("ids" if ids else "text", column)
@@ -206,10 +206,10 @@ def read_inputs(texts: Sequence[str], files: Sequence[str], column: str | None, 
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    r"""Yield the lines of a text file, whatever the suffix; only \n ends a line.
+    r"""Yield the lines of a text file with any suffix. Only \n ends a line.
 
     Raises:
-        ValueError: A line is not UTF-8, or has more than 16 MiB; the text names the file and the line.
+        ValueError: A line is not UTF-8, or has more than 16 MiB. The message names the file and the line.
         OSError: The file cannot be read.
     """
     file = DataFile(click.format_filename(path), str(path.absolute()), ".txt", None)
@@ -218,7 +218,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def _file_inputs(file: DataFile, options: ReadOptions) -> Iterator[Sent]:
-    from encserve_cli.files.rows import open_rows  # which imports pyarrow
+    from encserve_cli.files.rows import open_rows  # imports pyarrow, which is slow
 
     with open_rows(file, options) as reader:
         while not reader.at_end:
@@ -239,18 +239,18 @@ def _at(where: str) -> Iterator[None]:
 
 
 def count_inputs(texts: Sequence[str], files: Sequence[str]) -> int | None:
-    """Return the number of inputs, or None if a file must be read as a whole to count its inputs."""
-    from encserve_cli.files.storage import count_rows  # which imports pyarrow
+    """Return the number of inputs, or None if counting would need to read a whole file."""
+    from encserve_cli.files.storage import count_rows  # imports pyarrow, which is slow
 
     counts = [count_rows(named_file(it)) for it in files]
     return None if None in counts else len(texts) + sum(it for it in counts if it is not None)
 
 
-# The errors below do not name the row: a command stops at the row, and a job rejects the row.
+# The errors below do not name the row. The caller adds the row, or rejects the row in a job.
 
 
 def as_text(value: object) -> str:
-    """Return a text. ValueError for anything else."""
+    """Return the text. Raise ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError(f"must be text; was {_shown(value)}; token ids are read with --ids")
     try:
@@ -261,7 +261,7 @@ def as_text(value: object) -> str:
 
 
 def as_ids(value: object) -> list[int]:
-    """Return the ids in a list or in a text. ValueError for anything else."""
+    """Return the ids in a list or in a text. Raise ValueError for any other value."""
     if isinstance(value, str):
         try:
             value = [int(it) for it in value.replace(",", " ").split()]
@@ -279,7 +279,7 @@ def _shown(value: object) -> str:
 
 
 def column_of(wanted: str | None, names: Sequence[str]) -> str:
-    """Return the name of the column of inputs. ValueError, with the names of all columns, if it is missing."""
+    """Return the name of the column of inputs. If it is missing, raise ValueError with the names of all columns."""
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
         raise ValueError(
@@ -289,7 +289,7 @@ def column_of(wanted: str | None, names: Sequence[str]) -> str:
 
 
 def json_value(line: str) -> Any:
-    """Return the value of a line of a .jsonl file. ValueError if the line is not JSON."""
+    """Return the value of a line of a .jsonl file. Raise ValueError if the line is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -297,11 +297,11 @@ def json_value(line: str) -> Any:
 
 
 def json_input(value: Any, column: str | None) -> Any:
-    """Return the input in the value of a line: a field of an object, or the value. ValueError as in `column_of`."""
+    """Return the input in a JSON value: a field of an object, or the value itself. Raises the error of `column_of`."""
     return value[column_of(column, list(value))] if isinstance(value, dict) else value
 
 
 def no_column(file: DataFile, option: str) -> ValueError:
-    """Return the error for an option that asks for a column of a .txt file."""
+    """Return the error for an option that names a column of a .txt file."""
     known = f"{', '.join(SUFFIXES[1:-1])} and {SUFFIXES[-1]}"
     return ValueError(f"{file.name}: {option} is for {known}; every line of a .txt file is one input")

@@ -1,4 +1,4 @@
-"""The outputs of inputs as JSON values."""
+"""Converts outputs to JSON values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from encserve_client import EncodeResult
 
 
 def records(result: EncodeResult) -> Iterator[dict[str, Any]]:
-    """Yield a record for each input: whether it was truncated, and its vector, its rows with tokens, or its weights."""
+    """Yield a record for each input: "truncated", and the vector, the rows with tokens, or the weights."""
     output = result.outputs[0]
     made: Iterator[dict[str, Any]]
     if output.kind == "sparse":

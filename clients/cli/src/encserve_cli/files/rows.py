@@ -1,7 +1,7 @@
 """The reader of input files: rows in order, each with an input or a problem, and with the columns of --keep.
 
-Commands and jobs use this reader, so they read the same inputs from the same files. The reader never stops at a bad
-row: a command fails there, and a job rejects the row.
+Commands and jobs use this reader, so they read the same inputs from the same files. The reader reports a bad row and
+goes on. A command then fails; a job only rejects the row.
 """
 
 import bisect
@@ -42,13 +42,13 @@ from encserve_cli.files.storage import (
 )
 
 MIB = 1024 * 1024
-# The texts of a `read` end soon after so many bytes, so that a few reads fit into memory.
+# A `read` stops soon after this many bytes, so that several reads fit into memory.
 _READ_BYTES = 16 * MIB
-# Longer lines are skipped without being held. The csv module's own limit of a field, 128 KiB, is too low.
+# The reader skips longer lines, and never has a whole one in memory. The csv module's default, 128 KiB, is too low.
 _MOST_LINE_BYTES = 16 * MIB
 _BOM = b"\xef\xbb\xbf"
 _LONG_LINE = f"must be a line of at most {_MOST_LINE_BYTES // MIB} MiB"
-# The types of --keep in .jsonl files come from so many lines of each file.
+# The first lines of each .jsonl file, which decide the types of --keep.
 _SAMPLE_LINES = 2048
 
 # A text, (seq,) token ids, or (seq, d_model) vectors.
@@ -62,10 +62,11 @@ class Rows:
     """Some rows of a file, in order.
 
     Attributes:
-        numbers: (rows,) Where each row is in its file, from 1: the last line of the row, or the row of Parquet.
+        numbers: (rows,) The position of each row, from 1. For text: the number of the row's last line. For Parquet: the
+            row number.
         values: (rows,) The input of each row; None for a row without an input.
-        problems: Why a row has no usable input, by its index.
-        kept: pyarrow.Table, (rows, columns of --keep); without columns unless --keep is given.
+        problems: The reason why a row has no usable input, by index of the row.
+        kept: pyarrow.Table, (rows, columns of --keep). Without --keep, the table has no columns.
     """
 
     numbers: list[int]
@@ -93,13 +94,13 @@ class RowReader(ABC):
 
     @abstractmethod
     def skip(self, rows: int) -> None:
-        """Go on `rows` rows later, or at the end of the file."""
+        """Skip `rows` rows, or all remaining rows if there are fewer."""
 
     @abstractmethod
     def read(self, rows: int) -> Rows:
         """Return the next rows: at least one, at most `rows`, and fewer if their inputs exceed 16 MiB.
 
-        The number of rows depends on the rows alone, and not on earlier calls.
+        The number of rows depends only on the rows, not on earlier reads.
 
         Raises:
             ValueError: The file is damaged, or a value does not fit the type of its column of --keep.
@@ -117,7 +118,7 @@ class RowReader(ABC):
         self.close()
 
     def _checked(self, numbers: list[int], found: Iterable[Any], kept: Any) -> Rows:
-        """Return rows of raw values; a ValueError in place of a value is the problem of its row."""
+        """Return rows. Each element of `found` is a raw value, or a ValueError with the problem of the row."""
         values: list[Value | None] = []
         problems: dict[int, str] = {}
         for index, it in enumerate(found):
@@ -129,7 +130,7 @@ class RowReader(ABC):
         return Rows(numbers, values, problems, kept)
 
     def _kept_table(self, numbers: Sequence[int], columns: Mapping[str, Sequence[Any]], *, parsed: bool) -> Any:
-        """Return the table of --keep from the values of each column, (rows,); `parsed` as in `array_of`."""
+        """Return the table of --keep. `columns` has (rows,) values by name. For `parsed`, see `array_of`."""
         types, place = self._kept_types, self.file.place
         return pa.table(
             {
@@ -140,15 +141,15 @@ class RowReader(ABC):
 
 
 def open_rows(file: DataFile, options: ReadOptions, kept_types: Mapping[str, str] = NO_TYPES) -> RowReader:
-    """Open a file before its first row.
+    """Open a file. The first `read` returns its first row.
 
     Args:
         file: The file.
-        options: The options for reading it.
+        options: The options for reading the file.
         kept_types: The types of the columns of --keep, by name.
 
     Raises:
-        ValueError: The file is of another kind than its suffix, or lacks a column.
+        ValueError: The content does not fit the suffix of the file, or a column is missing.
         OSError: The file cannot be read.
     """
     if options.input_kind == "vectors" and file.suffix not in (".jsonl", ".parquet"):
@@ -166,12 +167,12 @@ def open_rows(file: DataFile, options: ReadOptions, kept_types: Mapping[str, str
 
 
 def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
-    """Return the types of the columns of --keep in a file, by name, as far as the first rows show them.
+    """Return the types of the columns of --keep in a file, by name, from its first rows.
 
-    A Parquet or CSV file has one type for each column. A .jsonl file has the types of `json_types`.
+    A Parquet or CSV file has one type for each column. For a .jsonl file, see `json_types`.
 
     Raises:
-        ValueError: The file cannot be read, or lacks the column of the inputs or one of --keep.
+        ValueError: The file is damaged, or the column of the inputs or a column of --keep is missing.
         OSError: The file cannot be read.
     """
     names = [split_type(it)[0] for it in options.keep]
@@ -193,7 +194,7 @@ def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Seq
 
 
 class _SequentialRows(RowReader, Generic[Record]):
-    """Rows of a file that is read from its beginning. The reader holds one record more than it has returned."""
+    """Rows of a file that is read from its beginning. The reader is one record ahead."""
 
     def __init__(self, file: DataFile, options: ReadOptions, kept_types: Mapping[str, str]) -> None:
         super().__init__(file, options, kept_types)
@@ -207,7 +208,7 @@ class _SequentialRows(RowReader, Generic[Record]):
 
     @abstractmethod
     def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, Record]]:
-        """Yield the number of each record, its size in bytes, and the record."""
+        """Yield (number, size in bytes, record) of each record."""
 
     @abstractmethod
     def _rows(self, numbers: list[int], records: list[Record]) -> Rows:
@@ -243,7 +244,7 @@ class _SequentialRows(RowReader, Generic[Record]):
 
 
 def _lines(stream: Any) -> Iterator[bytes | None]:
-    r"""Yield lines with their ends; only \n ends a line. A line that is too long is None and is never held.
+    r"""Yield lines with their line ends; only \n ends a line. Yield None for a line that is too long.
 
     A byte order mark at the beginning is left out.
     """
@@ -259,7 +260,7 @@ def _lines(stream: Any) -> Iterator[bytes | None]:
 
 
 def _text_of(line: bytes) -> str:
-    """Return a line without its end. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
+    """Return a line without its line end. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
     return line.decode(errors="surrogateescape").removesuffix("\n").removesuffix("\r")
 
 
@@ -297,14 +298,14 @@ class _JsonRows(_TextRows):
             if its is None and parsed and not any(isinstance(it, dict) and name in it for it in parsed):
                 raise ValueError(
                     f"{self.file.name}: none of the first {len(parsed):,} lines has a field {name!r} for --keep; if "
-                    f"a later line has it, give --keep {name}:string"
+                    f"a later line has this field, give --keep {name}:string"
                 )
             found[name] = json_types(_field(it, name) for it in parsed)
         return found
 
 
 def _json_or_error(line: bytes | None) -> Any:
-    """Return the value of a line, or a ValueError that says why it has none."""
+    """Return the value of a line, or a ValueError with the reason if the line has no value."""
     try:
         return ValueError(_LONG_LINE) if line is None else json_value(_text_of(line))
     except ValueError as error:
@@ -323,7 +324,7 @@ def _input_or_error(value: Any, column: str | None) -> Any:
 
 
 class _CsvRows(_SequentialRows[list[str]]):
-    """The records of a .csv or .tsv file. The number of a record is that of its last line."""
+    """The records of a .csv or .tsv file. The number of a record is the number of its last line."""
 
     _names: Sequence[str] = ()
     _column = 0
@@ -341,7 +342,7 @@ class _CsvRows(_SequentialRows[list[str]]):
             raise ValueError(f"{self.file.place(records.line_num)}: {error}") from error
 
     def _divided(self, lines: Iterator[bytes | None]) -> Iterator[str]:
-        """Yield lines that also end at a carriage return, as the csv module wants them."""
+        """Split lines at carriage returns too, because the csv module requires this."""
         for number, line in enumerate(lines, start=1):
             if line is None:
                 raise ValueError(f"{self.file.place(number)}: {_LONG_LINE}")
@@ -390,7 +391,7 @@ class _ParquetRows(RowReader):
         self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None  # the last batch
-        self._batch_end = 0  # the row after the last batch
+        self._batch_end = 0  # the index of the first row after the last batch
         self._row = 0
 
     def _find_columns(self) -> None:
@@ -407,7 +408,7 @@ class _ParquetRows(RowReader):
         plain = _plain_type(its)
         found = plain if str(plain) == wanted else type_named(wanted)
         if found is None:
-            raise ValueError(f"{self.file.name}: --keep: a column must be of the type {wanted}; is {its}")
+            raise ValueError(f"{self.file.name}: --keep: a column must have the type {wanted}; was {its}")
         return found
 
     @property
@@ -473,14 +474,14 @@ class _ParquetRows(RowReader):
 
 
 def _plain_type(its: Any) -> Any:
-    """Return the type that a column of Parquet is kept as: its own, but all types of text become one."""
+    """Return the output type of a Parquet column: string for every text type, otherwise the column's own type."""
     if pa.types.is_dictionary(its):
         its = its.value_type
     return pa.string() if is_text(its) else its
 
 
 def _pylist(column: Any) -> list[Any]:
-    """Return an Arrow array as Python's values. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
+    """Convert an Arrow array to Python values. Bytes that are not UTF-8 become surrogates, which `as_text` refuses."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -489,7 +490,7 @@ def _pylist(column: Any) -> list[Any]:
 
 
 def _vectors(column: Any) -> list[Any]:
-    """Return the (seq, d_model) array of each row of a column of lists of lists, or the row's lists as they are."""
+    """Return a (seq, d_model) array for each row, or the lists of the row if they are not a matrix."""
     rows = column.cast(pa.large_list(pa.large_list(pa.float32())))
     return [_matrix(row.values) if row.is_valid else None for row in rows]
 
@@ -502,14 +503,14 @@ def _matrix(vectors: Any) -> Any:
 
 
 def _size(value: Value | None) -> int:
-    """Return about how many bytes an input takes."""
+    """Return the approximate number of bytes of an input."""
     if value is None or isinstance(value, str):
         return len(value or "")
     return 8 * len(value) if isinstance(value, list) else value.nbytes
 
 
 def _checked_value(value: Any, kind: InputKind) -> Value:
-    """Return the input in a value. An empty text is an input; empty ids and vectors are not."""
+    """Check a raw value and convert it to an input. Empty ids and vectors are refused; an empty text is an input."""
     if isinstance(value, ValueError):
         raise value
     if value is None:
@@ -521,7 +522,7 @@ def _checked_value(value: Any, kind: InputKind) -> Value:
 
 
 def _as_vectors(value: Any) -> npt.NDArray[np.float32]:
-    """Return (seq, d_model). ValueError for anything but a list of lists of numbers, all of one length."""
+    """Return (seq, d_model). Raise ValueError unless the value is a list of lists of numbers, all of one length."""
     if isinstance(value, np.ndarray):
         array = value
     else:
@@ -530,7 +531,7 @@ def _as_vectors(value: Any) -> npt.NDArray[np.float32]:
             raise ValueError(f"must be a list of lists of numbers; was {json.dumps(value, default=str)[:60]}")
         if len(widths := sorted({len(row) for row in rows})) > 1:
             raise ValueError(
-                f"must have vectors of one length; has some of {widths[0]} and some of {widths[-1]} numbers"
+                f"must have vectors of one length; the vectors have between {widths[0]} and {widths[-1]} numbers"
             )
         try:
             with np.errstate(over="ignore"):
@@ -540,7 +541,7 @@ def _as_vectors(value: Any) -> npt.NDArray[np.float32]:
     if not array.size:
         raise ValueError("is empty")
     if not np.isfinite(array).all():
-        raise ValueError("must have finite numbers; has NaN, infinity or one that float32 cannot hold")
+        raise ValueError("must have finite numbers; has NaN, infinity, or a number too large for float32")
     return array
 
 

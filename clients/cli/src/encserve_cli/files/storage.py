@@ -1,4 +1,4 @@
-"""Files on this machine and in object stores. Importing pyarrow takes long, so only readers import this module."""
+"""Files on this machine and in object stores. The import of pyarrow is slow, so only readers import this module."""
 
 import gzip
 import hashlib
@@ -18,15 +18,15 @@ from pyarrow import parquet
 
 from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
 
-# Of each column chunk so much is held, however large its row group is.
+# The reader has at most this much of each column chunk in memory, for row groups of any size.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
-# Read at a time, at most. A dictionary makes the encoded size much smaller than the decoded size, so rows count too.
+# The limits of one read. With a dictionary, decoded rows are much larger than encoded rows, so rows are limited too.
 _BATCH_ROWS = 64
 _BATCH_BYTES = 16 * 1024 * 1024
 _RETRY_SECONDS = 30
 _BUFFER_BYTES = 1024 * 1024
 _MOST_COUNTED_BYTES = 1024 * 1024 * 1024
-# A checksum covers so many blocks of so many bytes.
+# A checksum covers this many blocks of this many bytes.
 _CHECKSUM_BLOCKS = 8
 _CHECKSUM_BLOCK_BYTES = 256 * 1024
 
@@ -36,7 +36,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
     Raises:
         ValueError: pyarrow does not know the kind of URI.
-        OSError: pyarrow cannot use this kind on this machine.
+        OSError: pyarrow cannot use this kind of URI on this machine.
     """
     if not is_uri(uri):
         return arrow_fs.LocalFileSystem(), uri
@@ -46,7 +46,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def _with_patience(uri: str) -> str:
-    """Set a limit for retries: without a limit, Google's client tries for 15 minutes."""
+    """Limit the time of retries. Without a limit, Google's client retries for 15 minutes."""
     if uri.lower().startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
         return f"{uri}{'&' if '?' in uri else '?'}retry_limit_seconds={_RETRY_SECONDS}"
     return uri
@@ -75,10 +75,10 @@ def size_and_time(file: DataFile) -> tuple[int, int]:
 
 
 def checksum(file: DataFile, size_bytes: int) -> str:
-    """Return the SHA-256, as hex, of a file's size and of 8 blocks of 256 KiB at equal distances.
+    """Return the SHA-256, as hex, of a file's size and of 8 evenly spaced blocks of 256 KiB.
 
-    The first and the last block are the beginning and the end of the file. Files of up to 2 MiB are covered whole. Of a
-    larger file, a change between the blocks that keeps the size is not seen.
+    The first and the last block are the beginning and the end of the file. The blocks cover all of a file of up to 2
+    MiB. In a larger file, a change between the blocks is not detected if the size stays the same.
     """
     digest = hashlib.sha256(f"{size_bytes}\n".encode())
     last = size_bytes - _CHECKSUM_BLOCK_BYTES
@@ -95,7 +95,7 @@ def checksum(file: DataFile, size_bytes: int) -> str:
 def count_rows(file: DataFile) -> int | None:
     """Return the number of rows of a Parquet file, or of at most 1 GiB of lines on this machine.
 
-    None for other files, which take longer to count, and for pipes, which can be read only once.
+    None for other files, because counting would take long, and for pipes, because a pipe can be read only once.
     """
     if file.uri == STDIN or (file.is_local and not Path(file.uri).is_file()):
         return None
@@ -115,14 +115,14 @@ def count_rows(file: DataFile) -> int | None:
 
 
 def open_stream(file: DataFile) -> IO[bytes]:
-    """Return a file's decompressed bytes as a stream with `readline(limit)`; errors as in `size_and_time`."""
+    """Return a file's decompressed bytes as a stream with `readline(limit)`; raises as `size_and_time`."""
     if file.uri == STDIN:
         return sys.stdin.buffer
     with errors_named(file):
         if file.is_local and file.codec is None:
             return Path(file.uri).open("rb", buffering=_BUFFER_BYTES)
         raw = _open_random(file) if file.is_local else _open_input(file)
-        # Python's reader of gzip takes padding at the end, which Arrow's refuses.
+        # Python's gzip reader accepts padding at the end. Arrow's reader refuses padding.
         whole = gzip.GzipFile(fileobj=raw) if file.codec == "gzip" else raw
         if file.codec == "zstd":
             whole = pa.CompressedInputStream(raw, "zstd")
@@ -135,7 +135,7 @@ def _open_input(file: DataFile) -> Any:
 
 
 def _open_random(file: DataFile) -> Any:
-    """Return a file as a `pyarrow.NativeFile` that reads at any place."""
+    """Return a file as a `pyarrow.NativeFile` with random access."""
     if file.is_local:
         return pa.OSFile(os.fsencode(file.uri))  # Arrow takes str only if it is valid Unicode
     files, path = filesystem_of(file.uri)
@@ -143,7 +143,7 @@ def _open_random(file: DataFile) -> Any:
 
 
 def open_parquet(file: DataFile) -> Any:
-    """Return a `pyarrow.parquet.ParquetFile`; errors as in `size_and_time`, and ValueError for other files."""
+    """Return a `pyarrow.parquet.ParquetFile`. Raises as `size_and_time`, and ValueError if the file is not Parquet."""
     with errors_named(file):
         return parquet.ParquetFile(_open_random(file), buffer_size=_PARQUET_BUFFER_BYTES)
 
@@ -152,7 +152,7 @@ def errors_named(file: DataFile) -> AbstractContextManager[None]:
     """Put a file's name before errors of pyarrow while the file is read.
 
     Raises:
-        ValueError: The file is damaged, or of another kind than its suffix.
+        ValueError: The file is damaged, or the content does not fit the suffix.
         OSError: The file cannot be read.
     """
     kind = f" as {'Parquet' if file.suffix == '.parquet' else file.codec or file.suffix}"
@@ -161,7 +161,7 @@ def errors_named(file: DataFile) -> AbstractContextManager[None]:
 
 @contextmanager
 def errors_named_as(name: str, kind: str = "", *, is_local: bool = False) -> Iterator[None]:
-    """See `errors_named`. Errors of a disk have a number; local errors without one come from damaged contents."""
+    """See `errors_named`. Disk errors have an errno. A local error without errno means damaged contents."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -186,7 +186,7 @@ def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Litera
     """Return the name of the column of inputs.
 
     Raises:
-        ValueError: The column is missing, or has a type without such inputs.
+        ValueError: The column is missing, or its type does not fit the kind of inputs.
     """
     try:
         name = column_of(column, schema.names)
@@ -208,7 +208,7 @@ _WANTED = {"text": "text", "ids": "lists of whole numbers", "vectors": "lists of
 
 
 def is_text(its: Any) -> bool:
-    """Whether an Arrow type is a type of text."""
+    """Whether an Arrow type is a text type."""
     if pa.types.is_dictionary(its):
         its = its.value_type
     return any(is_a(its) for is_a in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
@@ -220,7 +220,7 @@ def _is_list(its: Any, holds: Callable[[Any], bool]) -> bool:
 
 
 def batch_rows(opened: Any) -> int:
-    """Return how many rows of a Parquet file to read at a time: at most 64, and at most 16 MiB as they are encoded."""
+    """Return the number of rows of a Parquet file for one read: at most 64, and at most 16 MiB of encoded rows."""
     metadata = opened.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     row_bytes = max((its.total_byte_size // its.num_rows for its in groups if its.num_rows), default=0)

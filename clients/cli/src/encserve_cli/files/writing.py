@@ -1,4 +1,4 @@
-"""Writers of vectors, by the suffix of the file. A file has its name only when it is whole."""
+"""Writers of vectors, by the suffix of the file. A file gets its final name only when it is complete."""
 
 import csv
 import json
@@ -25,8 +25,8 @@ from encserve_cli.shared import ids_of
 from encserve_client import EncodedOutput, EncodeResult
 
 Array = npt.NDArray[Any]
-RAGGED = ("tokens", "multi_vector", "sparse")  # kinds with any number of rows for an input
-# A row group of Parquet is written as soon as it has so many inputs or bytes.
+RAGGED = ("tokens", "multi_vector", "sparse")  # kinds with several rows for an input
+# A Parquet row group is written when it has this many inputs or bytes.
 _ROW_GROUP_INPUTS = 4096
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
 
@@ -36,22 +36,21 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        """Add some inputs and their outputs. All results are of the same model and kind."""
+        """Add inputs and their outputs. All results have the same model and kind."""
 
-    def finish(self) -> None:  # noqa: B027 - most kinds have no rest
-        """Write the rest. Afterwards the file is whole."""
+    def finish(self) -> None:  # noqa: B027 - most writers have nothing left to write
+        """Write the remaining data. The file is then complete."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Writer]:
-    """Give a writer of a file. The file is created, or replaced, only if the block ends without an error.
+    """Yield a writer of a file. The file is created or replaced only if the block ends without an error.
 
-    The writer of `STDOUT` prints the lines of a .jsonl file at once.
+    For `STDOUT`, the writer prints the lines of a .jsonl file immediately.
 
     Raises:
-        ValueError: Nobody writes files of this suffix, or what does is not installed, or the file cannot hold what is
-            to be written.
-        OSError: It cannot be written.
+        ValueError: The suffix is unknown, or this kind of file cannot hold the outputs.
+        OSError: The file cannot be written.
     """
     if path == STDOUT:
         yield _JsonlWriter(sys.stdout)
@@ -79,7 +78,7 @@ def writing(path: Path) -> Iterator[Writer]:
 
 
 class _GrowingArray:
-    """A .npy file whose first axis grows. NumPy leaves room for the length in the header."""
+    """A .npy file whose first axis grows. NumPy's header has space for a longer length."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._file = stack.enter_context(path.open("w+b"))
@@ -95,12 +94,12 @@ class _GrowingArray:
         self._shape = (self._shape[0] + len(array), *self._shape[1:])
 
     def finish(self) -> None:
-        """Put the length into the header."""
+        """Write the final length into the header."""
         self._write_header()
         self._file.flush()
 
     def _write_header(self) -> None:
-        assert self._dtype is not None  # noqa: S101 - nothing is finished before something was added
+        assert self._dtype is not None  # noqa: S101 - `append` comes before `finish`
         self._file.seek(0)
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"shape": self._shape, "fortran_order": False, "descr": descr}
@@ -134,7 +133,7 @@ class _NpzWriter(Writer):
         rows, lengths = output.matrix(), _lengths(result)
         if not self._arrays:
             self._more = {name: np.array(value) for name, value in ids_of(result).items()}
-            if output.kind == "sparse":  # as scipy.sparse.load_npz reads it
+            if output.kind == "sparse":  # the format of scipy.sparse.load_npz
                 self._more["format"] = np.array("csr")
                 self._append("indptr", np.zeros(1, np.int64))
         if output.kind == "sparse":
@@ -197,7 +196,7 @@ class _CsvWriter(Writer):
 
 
 class _ParquetWriter(Writer):
-    """Columns: the inputs, and `vector`, `rows` with a column for each row's token, or `indices` and `values`."""
+    """Columns: the inputs, and one of: `vector`; `rows` and the tokens of the rows; `indices` and `values`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
@@ -227,7 +226,7 @@ class _ParquetWriter(Writer):
         self._write_held()
 
 
-# The column of the inputs, by its name, for each kind of input; vectors are not written.
+# The name and the type of the column of inputs. Input vectors are not written.
 INPUT_TYPES: Mapping[str, Any] = {"text": arrow.string(), "ids": arrow.list_(arrow.int64())}
 
 
@@ -237,7 +236,7 @@ def output_types(kind: str, number: Any, width: int) -> dict[str, Any]:
     Args:
         kind: The kind of the output.
         number: The Arrow type of a number; uint8 for "binary".
-        width: The numbers of a row; of "binary" its bytes.
+        width: The number of numbers in a row; for "binary" the number of bytes.
     """
     row = arrow.list_(number, width)
     if kind == "sparse":
@@ -258,10 +257,10 @@ class ParquetFile:
         Args:
             path: The file.
             schema: The pyarrow.Schema: the column of the inputs if there is one, the columns of `output_types`, and
-                further columns.
+                other columns.
         """
         self._schema = schema
-        # Numbers of vectors rarely repeat, so a dictionary and statistics of them cost more than they save.
+        # Numbers of vectors rarely repeat, so a dictionary and statistics would only cost time and space.
         plain = [field.name for field in schema if not arrow.types.is_nested(field.type)]
         self._file = arrow.OSFile(os.fsencode(path), "wb")
         self._writer = parquet.ParquetWriter(
@@ -275,13 +274,13 @@ class ParquetFile:
         missing: npt.NDArray[np.bool_] | None = None,
         further: Any = None,
     ) -> Any:
-        """Return some rows as a table of the file's schema.
+        """Return a table of rows with the file's schema.
 
         Args:
             values: (rows,) The inputs; None for a row without an input.
-            result: The outputs of the rows that are not missing; None if all are missing.
-            missing: (rows,) Which rows have no output, and get null; None if all have one.
-            further: pyarrow.Table, (rows, further columns).
+            result: The outputs of the rows that are not missing; None if all rows are missing.
+            missing: (rows,) True for rows without an output, which get null. None if all rows have an output.
+            further: pyarrow.Table, (rows, other columns).
         """
         columns = {name: arrow.array(values, its) for name, its in INPUT_TYPES.items() if name in self._schema.names}
         columns |= {} if result is None else _output_columns(result, missing)
@@ -297,21 +296,21 @@ class ParquetFile:
         self._writer.write_table(table)
 
     def add_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Add metadata to the footer, besides that of the schema."""
+        """Add metadata to the footer. The schema has its own metadata."""
         self._writer.add_key_value_metadata(dict(metadata))
 
     def __enter__(self) -> "ParquetFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Of a file that could not be written, the first error counts.
+        # If writing failed, errors from closing must not hide the first error.
         with suppress(*((OSError, arrow.ArrowException) if kind else ())):
             self._writer.close()
             self._file.close()
 
 
 def _output_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
-    """Return the columns of a result by name, with null for the rows that are missing in the result."""
+    """Return the columns of a result by name. Rows that the result lacks are null."""
     output = result.outputs[0]
     numbers = output.matrix()  # (inputs or rows, width)
     mask = None if missing is None else arrow.array(missing)
@@ -343,8 +342,8 @@ def _one_each(result: EncodeResult, suffix: str) -> Array:
     """Return (inputs, width)."""
     if (kind := result.outputs[0].kind) in RAGGED:
         raise ValueError(
-            f"--output: a {suffix} file holds one vector for each input, and {kind!r} gives any number of rows: "
-            ".npz, .jsonl and .parquet hold them"
+            f"--output: a {suffix} file holds one vector for each input, but {kind!r} has several rows: use .npz, "
+            ".jsonl or .parquet"
         )
     return result.outputs[0].matrix()
 
@@ -360,7 +359,7 @@ def _indices(output: EncodedOutput) -> Array:
 
 
 def _beside_rows(result: EncodeResult) -> dict[str, Array]:
-    """Return the id of each row's token, or the index of the token in the text; empty for pooled rows."""
+    """Return the column with each row's token: the token's id, or the token's index. Empty for pooled rows."""
     output = result.outputs[0]
     if output.kind == "multi_vector":
         places = [its for its in output.token_indices() if its is not None]

@@ -1,6 +1,6 @@
-"""Jobs: the rows of many files embedded into a folder of Parquet files. A job that is run again does the missing parts.
+"""Jobs embed the rows of many files into a folder of Parquet files. The same job again does only the missing parts.
 
-`embed_files` runs a whole job. An `EmbedJob` shows its plan first, and can be stopped.
+`embed_files` runs a whole job. An `EmbedJob` has a plan before the run, and can be stopped.
 """
 
 from encserve_cli.files.reading import InputKind, ReadOptions

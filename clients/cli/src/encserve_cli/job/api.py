@@ -21,11 +21,11 @@ class RayOptions:
     """The Ray cluster of a job.
 
     Attributes:
-        address: The address, as `ray.init` takes it: "auto", "ray://host:port", or "local" to start a cluster.
-        actors: The number of actors, each of which loads the model; None for as many as fit on the present nodes.
-        actor_cpus: The CPUs of an actor, and the threads for its batches unless the engine's options have another
-            number.
-        actor_gpus: The GPUs of an actor.
+        address: The address for `ray.init`: "auto", "ray://host:port", or "local" to start a cluster.
+        actors: The number of actors. Each actor loads the model. None: as many actors as fit on the current nodes.
+        actor_cpus: The number of CPUs of an actor. Also the number of threads for batches, unless `EngineOptions` has
+            another number.
+        actor_gpus: The number of GPUs of an actor.
     """
 
     address: str = "auto"
@@ -46,8 +46,8 @@ def backend_of(
     """Return the source of vectors; see `embed_files`.
 
     Raises:
-        ValueError: There is neither a bundle nor a client, or both, or the bundle or a package is not there.
-        RuntimeError: A bundle cannot be made of the checkpoint.
+        ValueError: Not exactly one of `bundle` and `client` is given, or the bundle or a package is missing.
+        RuntimeError: The export of the checkpoint failed.
     """
     if (bundle is None) == (client is None):
         raise ValueError("bundle or client: give one of them")
@@ -57,7 +57,7 @@ def backend_of(
         return ServerBackend(client, model, model_version)
     if model is not None or model_version is not None:
         raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
-    assert bundle is not None  # noqa: S101 - as the check above has it
+    assert bundle is not None  # noqa: S101 - the check above ensures this
     if ray is not None:
         try:
             from encserve_cli.job.ray import RayBackend
@@ -65,7 +65,7 @@ def backend_of(
             if error.name != "ray":
                 raise
             raise ValueError("--ray needs the package ray: pip install 'encserve-cli[ray]'") from error
-        # Nodes copy what a URI names by themselves.
+        # Each node copies the bundle of a URI itself.
         return RayBackend.of_bundle(
             bundle if "://" in bundle else str(find_bundle(bundle)), engine or EngineOptions(), ray
         )
@@ -99,40 +99,41 @@ def embed_files(
     max_rejected: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> JobSummary:
-    """Embed the rows of files into a folder of Parquet files. Parts that are in the folder are not done again.
+    """Embed the rows of files into a folder of Parquet files. Parts that are already in the folder are skipped.
 
         summary = embed_files(["corpus.parquet"], "vectors/", bundle="models/all-MiniLM-L6-v2", column="body")
 
-    Call it again after any failure, a power failure included. A row that cannot be embedded does not stop the job: its
-    vector is null in the output, and `_rejected/` there has the reason.
+    After any failure, call the function again; even a power failure loses no finished part. A row that cannot be
+    embedded does not stop the job. The vector of the row is null, and the folder `_rejected/` in the output has the
+    reason.
 
     Args:
         inputs: Files, as paths or as URIs such as s3://bucket/corpus.parquet.
         output: The folder, a path or a URI.
-        bundle: Embeds in this process, with the package encserve-server: a bundle, a directory that holds a checkpoint,
-            or the name of one on the hub, as `--bundle` takes it.
-        client: Embeds through a server; best with `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The job
-            survives a full or restarting server for `timeout_seconds`. The client stays open.
-        model: The served model. Default: the server's.
+        bundle: The model to run in this process: a bundle, a directory with a checkpoint, or the name of a checkpoint
+            on the hub; see `--bundle`. Needs the package encserve-server.
+        client: The client of a server that embeds, best `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The
+            job survives a full or restarting server for `timeout_seconds`. The client stays open.
+        model: The name of the served model. Default: the server's default model.
         model_version: The version of the model. Default: the model's default version.
-        engine: The options for running the bundle. Default: those of encserve-server.
-        ray: Runs the bundle on a Ray cluster instead, with the package ray.
+        engine: The options for running the bundle. Default: the defaults of encserve-server.
+        ray: The Ray cluster to run the bundle on. Needs the package ray. Default: run in this process.
         input_kind: The kind of every input: "text", "ids" for token ids, or "vectors".
-        column: The column of files that have several. Default: "text", or the only one.
-        keep: Other columns to copy into the output, as NAME or NAME:TYPE with the type string, int64, double or bool.
+        column: The column of files with several columns. Default: "text", or the only column.
+        keep: Other columns to copy into the output, as NAME or NAME:TYPE. TYPE is string, int64, double or bool.
         kind: The kind of the output. Default: the kind that the model was trained for.
-        dimensions: The numbers that are left of a row. Default: the model's own.
+        dimensions: Keep only this many numbers at the start of each row. Default: the model's default.
         dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
-        task: Whether the texts are queries or documents. Default: neither.
-        prompt_name: The prompt before every text; "" for none. Default: the model's, or the task's.
-        truncate: Whether an input that is too long is cut. Otherwise its row is rejected.
-        exclude_special_tokens: Whether "tokens" has no rows of special tokens.
-        part_rows: The rows of a part of a new job. Default: 2,048, or up to 256 for kinds with many rows.
-        shard: The index, from 0, and the number of shares, if several calls do the job together.
+        task: Whether the texts are queries or documents. Default: no task.
+        prompt_name: The name of the prompt before every text; "" for no prompt. Default: that of the task or model.
+        truncate: Whether to cut an input that is too long. Otherwise the row is rejected.
+        exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
+        part_rows: Rows per part of a new job. Default: 2,048; for kinds with many rows per input, at most 256.
+        shard: (index from 0, number of shares), if several calls do the job together. Default: the whole job.
         overwrite: Whether to remove the output of another job first.
         add_inputs: Whether to add inputs that the job does not have yet.
-        max_rejected: The most rows that may be rejected. Default: any number.
-        on_progress: Called with the progress, often and from any thread. It should return soon.
+        max_rejected: The largest allowed number of rejected rows. Default: no limit.
+        on_progress: A function that is called with the progress, often and from any thread. Should return soon.
 
     Returns:
         The summary of the job.
@@ -140,8 +141,8 @@ def embed_files(
     Raises:
         TooManyRejected: More than `max_rejected` rows were rejected.
         EncserveError: The server does not answer, or refuses the job.
-        ValueError: The folder holds the output of another job; an input, a setting or the bundle cannot be used; or a
-            package is missing. The text says which.
+        ValueError: The folder has the output of another job; an input, a setting or the bundle cannot be used; or a
+            package is missing. The message has the reason.
         RuntimeError: The bundle, the engine or the cluster fails.
         OSError: A file cannot be read or written.
     """

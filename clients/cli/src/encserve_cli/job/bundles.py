@@ -1,4 +1,4 @@
-"""The bundle of --bundle as a folder. A checkpoint is exported, and a URI copied, into the user's cache."""
+"""Finds the bundle of --bundle. Exports of checkpoints and copies of URIs go into the user's cache."""
 
 import fcntl
 import hashlib
@@ -27,11 +27,12 @@ def find_bundle(given: str) -> Path:
     """Return the folder of the bundle of --bundle.
 
     Args:
-        given: A bundle, NAME/VERSION with its manifest.json; NAME, for its newest version; the URI of a bundle; a
-            directory that holds a checkpoint; or the name of one on the hub, OWNER/NAME.
+        given: One of: the folder of a bundle, NAME/VERSION, with manifest.json; the folder NAME, for the newest
+            version; the URI of a bundle; a directory with a checkpoint; the name of a checkpoint on the hub,
+            OWNER/NAME.
 
     Raises:
-        ValueError: The argument is something else, or names a checkpoint and encserve-export is not installed.
+        ValueError: The argument is none of these, or a checkpoint without encserve-export installed.
         RuntimeError: The export failed.
         OSError: A file cannot be read, or the cache cannot be written.
     """
@@ -48,7 +49,7 @@ def find_bundle(given: str) -> Path:
 
 
 def _looks_like_path(given: str) -> bool:
-    """Whether a missing path was meant, not a name on the hub: models/NAME is a path if the folder models exists."""
+    """Whether the user meant a path, not a hub name. models/NAME is a path if the folder models exists."""
     return _HUB_ID.fullmatch(given) is None or Path(given).parent.is_dir()
 
 
@@ -72,18 +73,18 @@ def _in_directory(path: Path) -> Path:
 
 
 def _with_manifest(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that are bundles. Names with a leading "." are still being written."""
+    """Return the folders that are bundles. A folder with a leading "." is still being written."""
     return [it for it in folders if not it.name.startswith(".") and (it / MANIFEST).is_file()]
 
 
 def _version_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key for which 9 < 10 and 1.0-rc1 < 1.0, as encserve-server sorts versions."""
+    """Return a key with the order of encserve-server, for example 9 < 10 and 1.0-rc1 < 1.0."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", name)]
     return [*parts, (1, 0, name)]
 
 
 def _exported(source: str, own_name: str, facts: object) -> Path:
-    """Return the bundle that encserve-export makes of a checkpoint, from the cache if possible."""
+    """Export a checkpoint with encserve-export, or find the export in the cache. Return the bundle."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", own_name).lstrip("._-")[:64] or "model"
     where = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     exporter = shutil.which(_EXPORTER, path=where)
@@ -92,11 +93,11 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
         arguments = ["hf", source, "--model-repository", str(folder), "--name", name]
         if exporter is None:
             raise ValueError(
-                f"--bundle {source}: is a checkpoint, and {_EXPORTER}, which makes a bundle of it, is not installed: "
+                f"--bundle {source}: is a checkpoint, and {_EXPORTER}, which exports checkpoints, is not installed: "
                 f"from a checkout, pip install ./proto ./server ./export; or run it elsewhere: {_EXPORTER} hf {source} "
                 f"--model-repository models --name {name}, and give --bundle models/{name}"
             )
-        # Standard output is for vectors.
+        # Standard output is for vectors, so the exporter writes to stderr.
         done = subprocess.run([exporter, *arguments], stdin=subprocess.DEVNULL, stdout=2, check=False)
         if done.returncode:
             raise RuntimeError(f"--bundle {source}: {_EXPORTER} failed with exit status {done.returncode}; see above")
@@ -105,12 +106,12 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
 
 
 def _copied(uri: str) -> Path:
-    """Return a copy of the bundle of a URI, from the cache if possible."""
+    """Copy the bundle of a URI, or find the copy in the cache. Return the copy."""
     check_no_secret(uri)
     files, path = filesystem_of(uri)
     found = files.get_file_info(arrow_fs.FileSelector(path, recursive=True, allow_not_found=True))
     if f"{path}/{MANIFEST}" not in {it.path for it in found}:
-        raise ValueError(f"--bundle {uri}: holds no {MANIFEST}; the URI of a bundle ends in NAME/VERSION")
+        raise ValueError(f"--bundle {uri}: has no {MANIFEST}; the URI of a bundle ends in NAME/VERSION")
     facts = sorted((it.path, it.size, it.mtime_ns) for it in found if it.type == arrow_fs.FileType.File)
 
     def copy(folder: Path) -> None:
@@ -120,10 +121,10 @@ def _copied(uri: str) -> Path:
 
 
 def _cached(name: str, facts: object, make: Callable[[Path], None]) -> Path:
-    """The folder in the user's cache for these facts, which `make` fills if it is not there: whole, and once."""
+    """Return the cache folder for these facts. `make` fills a missing folder, in one process at a time."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     own = (Path(base) if base.startswith("/") else Path.home() / ".cache") / "encserve"
-    own.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engine's cache, which is there too, must be private
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engine's cache in this folder must be private
     cache = own / "bundles"
     key = hashlib.sha256(repr((version("encserve-cli"), facts)).encode()).hexdigest()[:16]
     final = cache / f"{name}-{key}"

@@ -39,8 +39,8 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Run the job of a command's options, and end the command with its exit status.
 
     Args:
-        given: The options of `encserve_cli.job_options` that were given, by their names.
-        options: All others of the command, by their names.
+        given: The options of `encserve_cli.job_options` that the user gave, by name.
+        options: All other options of the command, by name.
 
     Raises:
         ClickException: The job failed.
@@ -66,13 +66,12 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _give_memory_back() -> None:
-    """Make glibc return freed pieces of 1 MiB and more to the system, unless its variables set other limits.
+    """Make glibc return freed blocks of at least 1 MiB to the system, unless MALLOC_… variables are set.
 
-    By default, glibc keeps pieces of up to 32 MiB, with gaps between the data of parts: 1,000,000 short texts took 490
-    MiB instead of 380.
+    By default, glibc does not return freed blocks of up to 32 MiB: 1,000,000 short texts took 490 MiB instead of 380.
     """
     if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
-        with suppress(OSError, AttributeError):  # another C library has no such function
+        with suppress(OSError, AttributeError):  # other C libraries lack this function
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(_M_TRIM_THRESHOLD, MIB)
             libc.mallopt(_M_MMAP_THRESHOLD, MIB)
@@ -91,7 +90,7 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
 
 
 def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Print the outputs of --bundle, or write them to one file. The arguments are those of `run_job`.
+    """Print the outputs of --bundle, or write them to one file. For the arguments, see `run_job`.
 
     Raises:
         ClickException: The bundle or an input cannot be used, or the file cannot be written.
@@ -106,7 +105,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 
 def _encode(encoder: Encoder, inputs: Sequence[Value], count: Count) -> EncodeResult:
-    """Return the outputs as a client's `run` does. A refused input fails the call."""
+    """Return the outputs in the form of `EncoderClient.run`. Raise the error of the first refused input."""
     began = time.perf_counter()
     encoded = encoder.encode(inputs, lambda rows, *_: count(rows))
     if encoded.refused:
@@ -131,7 +130,7 @@ def _make_options(options: Mapping[str, Any]) -> MakeOptions:
 
 def _kind(options: Mapping[str, Any]) -> str | None:
     """Return the kind of the output; None for the kind that the model was trained for."""
-    if "exclude_special" in options:  # of `encserve encode` alone
+    if "exclude_special" in options:  # only `encserve encode` has this option
         return "tokens"
     kind: str | None = options["pooling"] or options["kind"]
     return kind
@@ -160,7 +159,7 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any], *, as_json: bool) -> int:
-    """Run a job that is open, or show its plan, and return the exit status."""
+    """Run an open job or show its plan. Return the exit status."""
     if "dry_run" in given:
         _show_plan(job, as_json=as_json)
         return 0
@@ -173,7 +172,7 @@ def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any],
         with shown_progress(job.total_rows, unit, as_json=as_json) as on_progress:
             summary = job.run(on_progress=on_progress, max_rejected=given.get("max_rejected"))
     except Exception:
-        if not interrupts.came:  # a job that is stopped may fail in other ways than with Stopped
+        if not interrupts.came:  # a stopped job may raise other errors than Stopped
             raise
         interrupts.show()
         return STOPPED
@@ -200,7 +199,7 @@ def _event(name: str, record: Mapping[str, Any]) -> None:
 
 
 def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
-    finished = dict(job.finished())  # another thread may add parts
+    finished = dict(job.finished())  # a copy, because another thread may add parts
     rows = sum(it.rows for it in finished.values())
     total = "" if job.total_rows is None else f" of {job.total_rows:,}"
     again = "the same command without --overwrite" if "overwrite" in given else "the same command"

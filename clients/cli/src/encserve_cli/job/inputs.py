@@ -15,15 +15,15 @@ from encserve_cli.job.types import Block, InputFile, Part, Work
 
 T = TypeVar("T")
 V = TypeVar("V")
-# Object stores answer slowly, but many requests at a time.
+# Object stores answer slowly, so many requests run at the same time.
 _THREADS = 16
 # The columns that a job writes itself.
 _OUTPUT_COLUMNS = ("text", "ids", "vector", "rows", "token_ids", "token_indices", "indices", "values")
 
 
 def in_threads(function: Callable[[T], V], values: Sequence[T]) -> list[V]:
-    """Return the results of a function for all values, in order. The calls wait for files or a network."""
-    if len(values) == 1:  # so that Ctrl-C ends the call
+    """Return the results of a function for all values, in order. The function waits for files or a network."""
+    if len(values) == 1:  # without a thread, so that Ctrl-C ends the call
         return [function(values[0])]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="encserve-file") as pool:
         return list(pool.map(function, values))
@@ -34,7 +34,7 @@ def find_inputs(arguments: Sequence[str], known: Sequence[InputFile] = ()) -> li
 
     Args:
         arguments: Paths and URIs.
-        known: Files whose checksum is not computed again if place, size and time are the same.
+        known: Files with known checksums. With equal path, size and time, the checksum is not computed again.
 
     Raises:
         ValueError: An argument is not a file, is given twice, or cannot be read as Parquet.
@@ -55,8 +55,8 @@ def _files(arguments: Sequence[str]) -> list[DataFile]:
     for argument in arguments:
         if argument == STDIN:
             raise ValueError(
-                "-: a job that goes on after a failure reads its inputs again, and standard input is gone then; write "
-                "it into a file first"
+                "-: a job may read its inputs again after a failure, but standard input can be read only once; write "
+                "the texts into a file first"
             )
         file = named_file(argument)
         place = str(Path(file.uri).resolve()) if file.is_local else file.uri
@@ -69,11 +69,11 @@ def _files(arguments: Sequence[str]) -> list[DataFile]:
 def kept_types(inputs: Sequence[InputFile], options: ReadOptions) -> dict[str, str]:
     """Check the columns of all files, and return the Arrow types of the columns of --keep.
 
-    Columns of Parquet files keep their types, and columns of .csv files are text. Fields of .jsonl files get the type
-    of the values in the first lines of all files.
+    Columns of Parquet files keep their types. Columns of .csv files are text. The first lines of all .jsonl files
+    decide the types of their fields.
 
     Raises:
-        ValueError: A file cannot be read, lacks a column, or has a column of another type than another file.
+        ValueError: A file is damaged or lacks a column, or the type of a column differs between files.
         OSError: A file cannot be read.
     """
     _check_names(options)
@@ -109,16 +109,16 @@ def _type_of(name: str, found: Sequence[tuple[DataFile, Mapping[str, set[str]]]]
 
 def _mismatch(name: str, one: tuple[str, str], other: tuple[str, str]) -> str:
     return (
-        f"--keep {name}: is {one[1]} in {one[0]} and {other[1]} in {other[0]}; it must be of one type in all inputs: "
-        f"--keep {name}:string makes it text"
+        f"--keep {name}: is {one[1]} in {one[0]} and {other[1]} in {other[0]}; it must have one type in all inputs: "
+        f"--keep {name}:string converts to text"
     )
 
 
 def open_input(plan: Plan, index: int) -> RowReader:
-    """Open a file of a job before its first row.
+    """Open an input file of a job. The first `read` returns its first row.
 
     Raises:
-        ValueError: The file is not the same as when the job began.
+        ValueError: The file has changed since the job began.
         OSError: The file is missing or cannot be read.
     """
     planned = plan.inputs[index]
@@ -133,12 +133,12 @@ def open_input(plan: Plan, index: int) -> RowReader:
 
 
 def read_blocks(plan: Plan, work: Work, on_read: Callable[[], None]) -> Generator[Block, None, None]:
-    """Yield the rows of the parts of some work, in order. Each file is read once, from the first part on.
+    """Yield the rows of the missing parts of `work`, in order. The file is read once, from the first part on.
 
     Args:
         plan: The job.
         work: The parts.
-        on_read: Called often. An error that it raises ends the iteration.
+        on_read: A function that is called often. An exception of `on_read` ends the iteration.
 
     Raises:
         ValueError: The file was changed or is damaged.

@@ -1,4 +1,4 @@
-"""One job from its settings to its summary: the plan is found or made, and then the missing parts are done."""
+"""One job: finds or makes the plan, does the missing parts, and returns the summary."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -33,21 +33,22 @@ class Backend(Protocol):
         """Load or find the model.
 
         Args:
-            make: The output of each input; the kind is not set yet.
+            make: The output of each input; `make.kind` is not set yet.
             kind: The kind of the output; None for the kind that the model was trained for.
-            before: The model of the job's plan, if there is a plan. Settings that are left open are taken from it.
+            before: The model of the job's plan, if there is a plan. Settings that the user did not give come from this
+                model.
 
         Raises:
-            EncserveError, RuntimeError, ValueError, OSError: The model cannot be loaded; the text says why.
+            EncserveError, RuntimeError, ValueError, OSError: The model cannot be loaded. The message has the reason.
         """
 
 
 class EmbedJob:
-    """A job. Use it as a context manager: `plan` is set after the constructor, and `run` does the missing parts.
+    """A job, as a context manager. The constructor sets `plan`. `run` does the missing parts.
 
     Attributes:
         store: The output.
-        plan: The job.
+        plan: The plan of the job.
         shard: The share of the job that `run` does.
         worker: The loaded model.
     """
@@ -67,7 +68,7 @@ class EmbedJob:
         add_inputs: bool = False,
         save: bool = True,
     ) -> None:
-        """Load the model, and find the plan in the output or make one.
+        """Load the model. Read the plan from the output, or make a new plan.
 
         Args:
             inputs: Files, as paths or URIs.
@@ -76,24 +77,24 @@ class EmbedJob:
             read: The options for reading inputs.
             make: The output of each input.
             kind: The kind of the output; None for the kind that the model was trained for.
-            part_rows: The rows of a part of a new job; None for 2,048, or up to 256 for kinds with many rows.
+            part_rows: Rows per part of a new job. None: 2,048; for kinds with many rows per input, at most 256.
             shard: The share to do; None for the whole job.
             overwrite: Whether to remove the output of another job first.
             add_inputs: Whether to add inputs that the plan does not have.
-            save: Whether to write the plan, so that `run` can be called.
+            save: Whether to write the plan. False for a dry run, which must not call `run`.
 
         Raises:
             ValueError: The folder has parts of another job, an input cannot be used, or settings contradict each other.
             OSError: A file cannot be read or written.
             Exception: An error of `Backend.open`.
         """
-        if part_rows is not None and part_rows < 1:  # before the model is loaded
+        if part_rows is not None and part_rows < 1:  # checked first, because loading the model is slow
             raise ValueError(f"part_rows must be at least 1; was {part_rows}")
         self._read = read
         self._part_rows = part_rows
         self._add_inputs = add_inputs
         self.shard = shard or Shard()
-        # Of a dry run that would remove the parts in the folder, no part is done.
+        # A dry run with --overwrite counts no part as done: a real run would remove all parts.
         self._finished: dict[Part, PartReport] | None = {} if overwrite and not save else None
         with ExitStack() as stack:
             self.store: Store = open_store(output)
@@ -103,7 +104,7 @@ class EmbedJob:
             self.worker = backend.open(make, kind, before.model if before else None)
             stack.callback(self._close_worker)
             self.plan, is_new = self._continued(before, found) if before else (self._new_plan(found), True)
-            if overwrite and save:  # not before the model and the inputs are known to be good
+            if overwrite and save:  # only after the checks of the model and the inputs
                 clear(self.store)
             if is_new and save and not self._save(before):
                 self._join(backend, make, kind, found)
@@ -124,14 +125,14 @@ class EmbedJob:
         return sorted(name for name in self.store.names() if part_of(name))
 
     def _save(self, before: Plan | None) -> bool:
-        """Write the plan. False if another run was faster."""
+        """Write the plan. Return False if another run has already written a plan."""
         if before is None:
             return self.store.create(PLAN_NAME, self.plan.to_json())
         write_text(self.store, PLAN_NAME, self.plan.to_json())
         return True
 
     def _join(self, backend: Backend, make: MakeOptions, kind: str | None, found: Sequence[InputFile]) -> None:
-        """Take the plan that another run has just written. Its measured settings count, and nothing else may differ."""
+        """Use the plan that another run has just written, with its measured settings. Other settings must be equal."""
         begun = self._saved_plan()
         differs = begun is None
         if begun is not None:
@@ -145,7 +146,7 @@ class EmbedJob:
             )
 
     def _check_apart(self, found: Sequence[InputFile]) -> None:
-        """Refuse inputs in the folders of the output: readers would take them for parts, and `clear` remove them."""
+        """Refuse inputs in the output folder. Readers would read them as parts, and `clear` would delete them."""
         for it in found:
             if any(self.store.holds(it.uri, folder) for folder in ("", REJECTED)):
                 raise ValueError(
@@ -159,10 +160,10 @@ class EmbedJob:
         return Plan(self._read, make, model, self._part_rows or rows_of_part(make, model), types, tuple(found))
 
     def _continued(self, before: Plan, found: Sequence[InputFile]) -> tuple[Plan, bool]:
-        """Return the plan of a job that goes on, with the present places of its files, and whether it has changed.
+        """Return the plan of a continued job with the current paths, and whether the plan has changed.
 
-        A job without parts does not go on: its plan is replaced by a new one if it differs. In the same way, a file
-        without parts is replaced by the file that is at its place now.
+        If the job has no parts and the new plan differs, the new plan replaces the old plan. If a file has no parts,
+        the current file at its path replaces it.
         """
         names = self._part_names()
         known, new = match_inputs(before.inputs, found)
@@ -188,7 +189,7 @@ class EmbedJob:
         types = kept_types(new, self._read)
         if types != dict(plan.kept_types):
             raise ValueError(
-                f"--keep: the columns of the job are {_listed(plan.kept_types)}; those of the new inputs are "
+                f"--keep: the columns of the job are {_listed(plan.kept_types)}; the columns of the new inputs are "
                 f"{_listed(types)}"
             )
         return dataclasses.replace(plan, inputs=(*plan.inputs, *new)), True
@@ -196,7 +197,7 @@ class EmbedJob:
     def _input_problems(
         self, before: Plan, known: Sequence[InputFile | None], new: Mapping[str, InputFile]
     ) -> list[str]:
-        """Return which inputs differ, for people; `new` has the files that the plan does not have, by place."""
+        """Return a message for each input that differs. `new` has the files that are not in the plan, by path."""
         problems = []
         added = dict(new)
         for index, was in enumerate(before.inputs):
@@ -212,7 +213,7 @@ class EmbedJob:
 
     @property
     def total_rows(self) -> int | None:
-        """The number of rows of the share; None if it is not known."""
+        """The number of rows of the share; None if unknown."""
         return self.plan.rows_of(self.shard)
 
     def finished(self) -> dict[Part, PartReport]:
@@ -223,11 +224,11 @@ class EmbedJob:
         return self._finished
 
     def run(self, *, on_progress: OnProgress | None = None, max_rejected: int | None = None) -> JobSummary:
-        """Do the missing parts. Call it once: the model is freed at the end.
+        """Do the missing parts. Call `run` only once.
 
         Raises:
             Stopped: `stop` was called. Finished parts stay.
-            TooManyRejected: More rows than `max_rejected` were rejected, also by earlier runs.
+            TooManyRejected: More than `max_rejected` rows were rejected, counting earlier runs.
             Exception: An error of the model, the inputs or the output.
         """
         finished = self._finished = dict(self.finished())
@@ -267,7 +268,7 @@ def _listed(types: Mapping[str, str]) -> str:
 
 
 def clear(store: Store) -> None:
-    """Remove the output of a job: the plan last, so that a folder without a plan has no parts."""
+    """Remove the output of a job. The plan is removed last, so a folder without a plan has no parts."""
     names = [*store.names(), *(f"{REJECTED}/{name}" for name in store.names(REJECTED))]
     for name in names:
         if part_of(name.rpartition("/")[2]):

@@ -18,17 +18,17 @@ _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options for running a bundle in this process; None for the default of encserve-server.
+    """The options for running a bundle in this process. None means the default of encserve-server.
 
     Attributes:
         engine: "onnxruntime" or "openvino".
         precision: "model" for the precision of the bundle, "float32", or with OpenVINO "bfloat16".
         device: "auto", "cpu" or "cuda".
-        max_batch_tokens: The most padded tokens of a batch.
-        intra_op_threads: The CPU's threads that run batches.
-        parallel_batches: How many batches run at once.
-        tokenizer_threads: The threads that tokenize.
-        cache_dir: The folder of weights that processes share, Path("off") for none.
+        max_batch_tokens: The largest number of tokens in a batch, padding included.
+        intra_op_threads: The number of CPU threads that compute batches.
+        parallel_batches: The number of batches that run at the same time.
+        tokenizer_threads: The number of threads that tokenize.
+        cache_dir: The folder of the cache of weights, which processes share; Path("off") for no cache.
     """
 
     engine: Literal["onnxruntime", "openvino"] = "onnxruntime"
@@ -41,7 +41,7 @@ class EngineOptions:
     cache_dir: Path | None = None
 
     def as_before(self, before: ModelFacts | None) -> "EngineOptions":
-        """Return these options, with the values of a job's plan for the options that are None."""
+        """Return these options. Options that are None get the value from a job's plan."""
         if before is None or before.engine != self.engine:
             return self
         return replace(
@@ -57,7 +57,7 @@ def open_embedder(bundle: Path, options: EngineOptions) -> Any:
 
     Raises:
         ValueError: encserve-server is not installed.
-        RuntimeError: The bundle, the engine or the device cannot be used; the text says why.
+        RuntimeError: The bundle, the engine or the device cannot be used. The message has the reason.
     """
     try:
         from encserve_server.errors import EncserveError as ServerError
@@ -89,7 +89,7 @@ class LocalEncoder:
     """An `Encoder` with a model in this process."""
 
     def __init__(self, embedder: Any, make: MakeOptions) -> None:
-        """Take an `encserve_server.offline.Embedder`, which `close` frees, and the output of each value."""
+        """`embedder` is an `encserve_server.offline.Embedder`; `close` frees it. `make` is the output of a value."""
         self._embedder = embedder
         self._make = make
 
@@ -105,7 +105,7 @@ class LocalEncoder:
         return Encoded(self._result(made, good) if good.any() else None, dict(made.refused))
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
-        """Return the outputs of values, as an `encserve_server.offline.Embedded`."""
+        """Return the outputs of the values: an `encserve_server.offline.Embedded`."""
         from encserve_server import offline
         from encserve_server.errors import EncserveError as ServerError
 
@@ -128,7 +128,7 @@ class LocalEncoder:
             raise RuntimeError(str(error)) from error
 
     def _result(self, made: Any, good: Any) -> EncodeResult:
-        """Return the outputs of the accepted inputs, as a client returns them."""
+        """Return the outputs of the accepted inputs in the form of a client's result."""
         block = Block(made.rows, made.lengths[good], made.indices)
         output = EncodedOutput(self._make.kind, made.l2_normalized, (block,), made.sparse_width)  # type: ignore[arg-type]
         bundle = self._embedder.bundle
@@ -146,7 +146,7 @@ class LocalEncoder:
 
 
 def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
-    """Return the token counts of each input. For "tokens", each row has an id, and only rows are counted."""
+    """Return the token counts of each input. For "tokens", also the ids; the count is the number of rows."""
     counts, originals = made.token_counts[good].tolist(), made.original_token_counts[good].tolist()
     ids: Sequence[Any] = [None] * len(counts)
     if made.token_ids is not None:
@@ -160,13 +160,13 @@ def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
 def model_facts(
     embedder: Any, options: EngineOptions, make: MakeOptions, kind: str | None
 ) -> tuple[MakeOptions, ModelFacts]:
-    """Return the output of each input with its kind, and the model as plans have it.
+    """Return the output of each input with the kind filled in, and the facts about the model for a plan.
 
     Raises:
         RuntimeError: The model has no such output.
     """
     made = replace(make, kind=kind or embedder.trained_kind)
-    nothing = LocalEncoder(embedder, made).run([], ignore_batch)  # checks the options, and has the width of a row
+    nothing = LocalEncoder(embedder, made).run([], ignore_batch)  # checks the options, and returns the width of a row
     bundle, info = embedder.bundle, embedder.info
     return made, ModelFacts(
         model=bundle.name,
@@ -188,7 +188,7 @@ class LocalBackend:
     """A bundle that runs in this process; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, bundle: Path, options: EngineOptions) -> None:
-        """Take the folder of the bundle, NAME/VERSION or NAME for the newest version, and the engine's options."""
+        """`bundle` is the folder NAME/VERSION, or NAME for the newest version. `options` are for the engine."""
         self._bundle = bundle
         self._options = options
 

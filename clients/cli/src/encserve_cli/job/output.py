@@ -1,4 +1,4 @@
-"""The parts of a job's output: writing them, and finding the whole ones."""
+"""Writes the parts of a job's output, and finds the complete parts."""
 
 import json
 import logging
@@ -22,28 +22,28 @@ logger = logging.getLogger(__name__)
 
 REJECTED = "_rejected"
 _OF_JOB = re.compile(r"part-(\d{5,})-(\d{6,})\.(?:parquet|jsonl)")
-# In the footer of each part, besides the metadata of the schema.
+# The key of a part's own record in the footer of the file.
 _PART_KEY = "encserve_part"
 
 
 def part_of(name: str) -> Part | None:
-    """Return the part of a file of this name, which has the rows or the rejected rows; None for other files."""
+    """Return the part whose rows or rejected rows are in a file with this name; None for other files."""
     found = _OF_JOB.fullmatch(name)
     return None if found is None else Part(int(found[1]), int(found[2]))
 
 
 def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]) -> PartReport:
-    """Take the blocks of one part, and write the part: first its rejected rows, then its file.
+    """Write one part: first the file of rejected rows, then the file of the part.
 
     Args:
         plan: The job.
         store: The output.
-        blocks: Blocks with their outputs; the iteration stops after the last block of the part. `Encoded.refused` has
-            the indices of rows in the block.
+        blocks: Blocks with their outputs. The function reads up to the last block of the part. The keys of
+            `Encoded.refused` are indices of rows in the block.
 
     Raises:
-        OSError: The part cannot be written. Nothing has the part's name then.
-        Exception: An error of the iteration.
+        OSError: The part cannot be written. Then no file has the part's name.
+        Exception: An error that `blocks` raises.
     """
     block, encoded = next(blocks)
     part = block.part
@@ -80,7 +80,7 @@ def _schema(plan: Plan, kept: Any) -> Any:
 
 
 def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
-    """Return the identity of a part: its rows, the file that they come from, and the column of the inputs."""
+    """Return the record that identifies a part: the input file, the column, and the rows."""
     file = plan.inputs[part.input]
     return {
         "input": file.checksum,
@@ -97,7 +97,7 @@ def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
 def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tuple[int, str]]) -> None:
     name = f"{REJECTED}/{part.name}.jsonl"
     if not rejected:
-        store.delete(name)  # of a killed run: a server may reject other rows the next time
+        store.delete(name)  # may exist from a killed run, in which the server rejected other rows
         return
     uri = plan.inputs[part.input].uri
     lines = (json_text({"file": uri, "row": number, "reason": why}) + "\n" for number, why in rejected)
@@ -105,18 +105,18 @@ def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tup
 
 
 def finished_parts(plan: Plan, store: Store, only: Callable[[Part], bool] | None = None) -> dict[Part, PartReport]:
-    """Return the parts in the output that are whole and are of this job; the log has a warning about others.
+    """Return the complete parts of this job in the output. Log a warning about other parts.
 
-    The footer of a part says which rows of which file it has, and the model and the options. All of these must be those
-    of the job, and the part must have as many rows as its footer says. The values are not read.
+    The footer of a part names the input file, the rows, the model and the options. All of these must be equal to those
+    of the job. The part must have as many rows as the footer says. The values are not read.
 
     Args:
         plan: The job.
         store: The output.
-        only: Chooses the parts to look at; None for all.
+        only: Selects the parts to check; None for all parts.
 
     Raises:
-        ValueError: The output has a part behind the last part of the job, whose rows readers would find.
+        ValueError: The output has a part after the last part of the job. Readers would read its rows.
         OSError: A part cannot be read.
     """
     names = [name for name in store.names() if name.endswith(".parquet")]
@@ -130,7 +130,7 @@ def finished_parts(plan: Plan, store: Store, only: Callable[[Part], bool] | None
             problems.append(it)
     _check_behind(plan, store, parts, found)
     if problems:
-        logger.warning("%d parts in the output are made again, such as %s", len(problems), problems[0])
+        logger.warning("%d parts in the output will be replaced, for example %s", len(problems), problems[0])
     return found
 
 
@@ -138,7 +138,7 @@ def _report_or_problem(plan: Plan, store: Store, part: Part) -> PartReport | str
     name = f"{part.name}.parquet"
     try:
         if part.input >= len(plan.inputs):
-            raise ValueError(f"{name}: is of an input that the job does not have")
+            raise ValueError(f"{name}: belongs to an input that the job does not have")
         with errors_named_as(name, " as Parquet", is_local=store.is_local):
             opened = parquet.ParquetFile(store.open(name))
             try:
@@ -150,7 +150,7 @@ def _report_or_problem(plan: Plan, store: Store, part: Part) -> PartReport | str
 
 
 def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
-    """Return the report in the footer of a part; ValueError if the part is not whole or not of the job."""
+    """Return the report from the footer of a part. Raise ValueError if the part is damaged or of another job."""
     name = f"{part.name}.parquet"
     rows = opened.metadata.num_rows
     metadata = {key.decode(): value.decode() for key, value in (opened.metadata.metadata or {}).items()}
@@ -158,15 +158,15 @@ def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
     if not isinstance(record, dict):
         raise ValueError(f"{name}: is not a part of a job")
     if changed := [key for key, value in plan.metadata().items() if metadata.get(key) != value]:
-        raise ValueError(f"{name}: has another value of {changed[0]} than the job: {metadata.get(changed[0])!r}")
+        raise ValueError(f"{name}: {changed[0]} differs from the job: {metadata.get(changed[0])!r}")
     rejected, ends_file = record.pop("rejected", None), record.pop("ends_file", None)
     if record != _record(plan, part, rows):
-        raise ValueError(f"{name}: does not have the rows of this part, but {rows:,} others")
+        raise ValueError(f"{name}: has {rows:,} other rows, not the rows of this part")
     return PartReport(part, rows, rejected, ends_file)
 
 
 def _check_behind(plan: Plan, store: Store, parts: Sequence[Part], found: Mapping[Part, PartReport]) -> None:
-    """Refuse parts behind the end of a file, and parts of files that the job does not have."""
+    """Refuse parts after the end of an input file, and parts of files that the job does not have."""
     ends = {part.input: part.number for part, report in found.items() if report.ends_file}
     for index, it in enumerate(plan.inputs):
         if it.rows is not None:
@@ -174,6 +174,6 @@ def _check_behind(plan: Plan, store: Store, parts: Sequence[Part], found: Mappin
     for part in parts:
         if part.input >= len(plan.inputs) or part.number > ends.get(part.input, part.number):
             raise ValueError(
-                f"{store.uri}/{part.name}.parquet: is not a part of this job, and readers of the folder would find its "
+                f"{store.uri}/{part.name}.parquet: is not a part of this job, but readers of the folder would read its "
                 "rows; remove it, or begin again with --overwrite"
             )

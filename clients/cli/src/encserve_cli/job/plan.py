@@ -1,7 +1,7 @@
-"""The settings of a job, which `_job.json` in the output holds.
+"""The plan of a job: all settings, saved as `_job.json` in the output.
 
-The settings decide which rows a part has and how they are cut into batches. So a job that is run again writes the
-missing parts as the first run would have written them.
+The settings decide which rows a part has, and which rows share a batch. So a second run writes the missing parts
+exactly as the first run would have written them.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from encserve_client import DType, Output, Task
 
 PLAN_NAME = "_job.json"
 PLAN_FORMAT = 3
-# The rows of a part, for outputs of one vector and for outputs of any number of rows. Some seconds to a minute each.
+# The rows of a part, for outputs with one row per input and with several. A part takes some seconds to a minute.
 VECTOR_ROWS, RAGGED_ROWS = 2048, 256
 _MOST_PART_BYTES = 512 * MIB
-_MOST_PIECES = 64  # of a text file that several workers share
-# The Arrow types of numbers; one of "binary" holds 8.
+_MOST_PIECES = 64  # the largest number of pieces of a text file that several workers share
+# The Arrow types of numbers. For "binary", one value holds 8 numbers.
 _ARROW_TYPES: Mapping[DType, Any] = {
     "float32": pa.float32(),
     "float16": pa.float16(),
@@ -40,12 +40,12 @@ class MakeOptions:
 
     Attributes:
         kind: The kind of the output, as `Output.kind`.
-        dimensions: The numbers that are left of a row; None for all.
+        dimensions: Keep only this many numbers at the start of each row; None for all.
         dtype: The type of the numbers; "binary" packs 8 into a byte.
         task: The task of the texts.
         prompt_name: The name of the prompt before every text; None for the default of the model or the task.
-        truncate: Whether an input that is too long is cut. Otherwise its row is rejected.
-        exclude_special: Whether "tokens" leaves out the rows of special tokens.
+        truncate: Whether to cut an input that is too long. Otherwise the row is rejected.
+        exclude_special: For "tokens": whether to leave out the rows of special tokens.
     """
 
     kind: str = "model"
@@ -58,7 +58,7 @@ class MakeOptions:
 
     @property
     def output(self) -> Output:
-        """The output as the client takes it."""
+        """The output as an argument of the client."""
         return Output(self.kind, dimensions=self.dimensions)  # type: ignore[arg-type]
 
 
@@ -72,13 +72,13 @@ class ModelFacts:
         fingerprint: Identifies the bundle.
         space_id: Identifies the vector space; empty if unknown.
         pooling: The pooling of "model"; empty if unknown.
-        width: The numbers of a row of the output; of "binary" the bytes.
-        max_tokens: The longest input, in tokens.
+        width: The number of numbers in a row of the output; for "binary" the number of bytes.
+        max_tokens: The largest number of tokens of an input.
         engine: "server", or an engine of this process.
-        precision: The type of the engine's numbers.
-        max_batch_tokens: The most padded tokens of a batch; 0 for a server.
-        threads: The CPU threads that run batches; 0 for a server.
-        parallel_batches: The batches that run at a time; 0 for a server.
+        precision: The number type of the engine's computations.
+        max_batch_tokens: The largest number of tokens in a batch, padding included; 0 for a server.
+        threads: The number of CPU threads that compute batches; 0 for a server.
+        parallel_batches: The number of batches that run at the same time; 0 for a server.
     """
 
     model: str
@@ -96,7 +96,7 @@ class ModelFacts:
 
 
 def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
-    """Return the number of rows of a part: fewer for long rows of tokens, so that a part has at most 512 MiB."""
+    """Return the number of rows of a part. Parts of token rows have fewer rows, so a part has at most 512 MiB."""
     if make.kind not in RAGGED:
         return VECTOR_ROWS
     row_bytes = model.max_tokens * model.width * np.dtype("u1" if make.dtype == "binary" else make.dtype).itemsize
@@ -105,14 +105,14 @@ def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job.
+    """The plan of a job.
 
     Attributes:
         read: The options for reading inputs.
         make: The output of each input.
         model: The model.
-        part_rows: The rows of each part but the last of a file.
-        kept_types: The columns of --keep with their Arrow types, as `str(type)` gives them.
+        part_rows: The rows of each part. The last part of a file may have fewer.
+        kept_types: The Arrow type of each column of --keep, as `str(type)`.
         inputs: The files.
     """
 
@@ -124,7 +124,7 @@ class Plan:
     inputs: tuple[InputFile, ...]
 
     def rows_of(self, shard: Shard) -> int | None:
-        """Return the number of rows of a share of all inputs; None if it is not known."""
+        """Return the number of rows of a share of all inputs; None if unknown."""
         stripe = STRIPE_PARTS * self.part_rows
         found = 0
         for index, it in enumerate(self.inputs):
@@ -135,7 +135,7 @@ class Plan:
         return found
 
     def fields(self) -> list[tuple[str, Any]]:
-        """Return the columns of every part that the job adds to --keep, with their Arrow types."""
+        """Return (name, Arrow type) of the columns of a part, without the columns of --keep."""
         inputs = {"text": "text", "ids": "ids"}.get(self.read.input_kind)
         number = _ARROW_TYPES[self.make.dtype]
         return [
@@ -164,7 +164,7 @@ class Plan:
         Args:
             finished: The parts that are done.
             shard: The share.
-            divided: Whether files are divided into pieces for several workers, as far as their rows are counted.
+            divided: Whether to divide files with a known number of rows into pieces for several workers.
         """
         found = []
         by_input: list[dict[int, PartReport]] = [{} for _ in self.inputs]
@@ -175,7 +175,7 @@ class Plan:
             if end is None or not divided:
                 found.append(Work(index, 0, end, frozenset(done), shard))
                 continue
-            # Each piece of a text file is found by reading the lines before it.
+            # A worker finds its piece of a text file by reading all lines before the piece, so there are few pieces.
             most = 10**6 if it.uri.lower().endswith(".parquet") else _MOST_PIECES
             piece = max(STRIPE_PARTS, -(-end // most))
             for first in range(0, end, piece):
@@ -188,7 +188,7 @@ class Plan:
         ]
 
     def _end_of(self, file: InputFile, done: Mapping[int, PartReport]) -> int | None:
-        """Return the number of parts of a file; None if it is not known yet."""
+        """Return the number of parts of a file; None if unknown."""
         if file.rows is not None:
             return -(-file.rows // self.part_rows)
         return next((number + 1 for number, report in done.items() if report.ends_file), None)
@@ -202,12 +202,12 @@ class Plan:
         """Read a `_job.json`.
 
         Raises:
-            ValueError: It is not the file of a job, or of another version of encserve; the text names it.
+            ValueError: The text is not the plan of a job, or is from another version of encserve.
         """
         try:
             found = json.loads(text)
             if found["format"] != PLAN_FORMAT:
-                raise ValueError(f"its format is {found['format']}; this version of encserve has {PLAN_FORMAT}")
+                raise ValueError(f"format must be {PLAN_FORMAT} in this version of encserve; was {found['format']}")
             return cls(
                 ReadOptions(**found["read"] | {"keep": tuple(found["read"]["keep"])}),
                 MakeOptions(**found["make"]),
@@ -221,12 +221,12 @@ class Plan:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return JSON. Names of files that are not valid UTF-8 are escaped."""
+    """Return JSON. Bytes of file names that are not valid UTF-8 are escaped."""
     return json.dumps(value, ensure_ascii=False, indent=indent).encode(errors="backslashreplace").decode()
 
 
 def differences(plan: Plan, read: ReadOptions, make: MakeOptions, model: ModelFacts) -> list[str]:
-    """Return how settings differ from those of a plan, for people; empty if they do not."""
+    """Return a message for each setting that differs from the plan."""
     return [*_changed("", plan.read, read), *_changed("", plan.make, make), *_changed("model: ", plan.model, model)]
 
 
@@ -240,12 +240,12 @@ def _changed(prefix: str, was: Any, now: Any) -> Iterator[str]:
 def match_inputs(
     before: Sequence[InputFile], now: Sequence[InputFile]
 ) -> tuple[list[InputFile | None], list[InputFile]]:
-    """Find the files of a plan among the files that are given now.
+    """Find the files of a plan among the current files.
 
-    Files are the same if size and checksum agree, wherever they are and whenever they were written.
+    Two files are the same if size and checksum are equal. The path and the time do not matter.
 
     Returns:
-        For each file of the plan the file of now, or None; and the files that the plan does not have, in their order.
+        For each file of the plan, the current file or None. Then the current files that are not in the plan, in order.
     """
     given: dict[tuple[int, str], list[InputFile]] = {}
     for it in reversed(now):

@@ -1,7 +1,7 @@
-"""A job on a Ray cluster: a pool of actors, each with the model, does the parts.
+"""A job on a Ray cluster. Each actor has the model and does parts.
 
-The driver holds the plan and no rows. Ray restarts an actor that dies, alone or with its node, on any node with room.
-The driver gives the work of the actor to the next free one. `ray.util.ActorPool` does not tell which work has failed.
+The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room. The
+driver gives the work of the dead actor to the next free actor. `ray.util.ActorPool` would not tell which work failed.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from encserve_cli.job.types import BatchProgress, Part, PartReport, Stopped, Wor
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # of actors in the same work
-_AWAY_SECONDS = 60.0  # for which an actor may not answer
-_LOOK_SECONDS = 1.0  # between looks for a stop
+_MOST_DEATHS = 3  # the job ends after this many deaths of actors in the same work
+_AWAY_SECONDS = 60.0  # the longest time without an answer of an actor
+_LOOK_SECONDS = 1.0  # the time between two checks for a stop
 _WARN_SECONDS = 30.0
 
 
@@ -45,9 +45,9 @@ class NodeBackend:
     """A bundle in the process of an actor; see `encserve_cli.job.job.Backend`.
 
     Attributes:
-        bundle: A path that every node has, or a URI, which a node copies once into the user's cache.
+        bundle: A path that every node has, or a URI. A node copies the bundle of a URI once, into the user's cache.
         engine: The engine's options.
-        threads: The CPU threads for batches, unless `engine` or the plan of the job has a number.
+        threads: The number of CPU threads for batches, if neither `engine` nor the plan has a number.
     """
 
     bundle: str
@@ -59,11 +59,11 @@ class NodeBackend:
 
         Raises:
             FileNotFoundError: The node does not have the path.
-            ValueError, RuntimeError, OSError: The bundle cannot be copied or loaded; the text says why.
+            ValueError, RuntimeError, OSError: The bundle cannot be copied or loaded. The message has the reason.
         """
         if "://" not in self.bundle and not Path(self.bundle).is_dir():
             raise FileNotFoundError(
-                f"the bundle {self.bundle} is not there; put it where every node sees it, or give --bundle its URI"
+                f"the bundle {self.bundle} is missing; put it into a folder that every node has, or give --bundle a URI"
             )
         engine = self.engine.as_before(before)
         engine = dataclasses.replace(engine, intra_op_threads=engine.intra_op_threads or self.threads)
@@ -74,13 +74,13 @@ class RayBackend:
     """A backend on each actor of a cluster; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, backend: Backend, options: RayOptions) -> None:
-        """Take the backend of an actor, which Ray pickles, and the cluster."""
+        """`backend` runs in each actor, so Ray pickles it. `options` name the cluster."""
         self._backend = backend
         self._options = options
 
     @classmethod
     def of_bundle(cls, bundle: str, engine: EngineOptions, options: RayOptions) -> "RayBackend":
-        """Return the backend of a bundle, which is a path that every node has, or a URI."""
+        """Return the backend of a bundle. `bundle` is a path that every node has, or a URI."""
         path = bundle if "://" in bundle else str(Path(bundle).absolute())
         threads = None if options.actor_gpus else max(1, int(_needs(options)["CPU"]))
         return cls(NodeBackend(path, engine, threads), options)
@@ -91,7 +91,7 @@ class RayBackend:
         Raises:
             RuntimeError: No cluster answers, or the actor cannot load the model.
         """
-        was_connected = ray.is_initialized()  # by the program that calls us
+        was_connected = ray.is_initialized()  # True if the calling program has connected
         if not was_connected:
             _connect(self._options.address)
         try:
@@ -114,20 +114,20 @@ def _connect(address: str) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
-        if parts.hostname and parts.port:  # without a listener Ray would try for minutes
+        if parts.hostname and parts.port:  # fails fast; Ray itself would try for minutes
             socket.create_connection((parts.hostname, parts.port), timeout=5).close()
         with _keeping_sigterm():
             ray.init(**settings)
     except (OSError, ValueError, RuntimeError, RayError) as error:
         raise RuntimeError(
-            f"--ray {address}: no Ray cluster answers there ({_first_line(error)}); `ray start --head` starts one, "
+            f"--ray {address}: no Ray cluster answers ({_first_line(error)}); `ray start --head` starts one, "
             "and --ray local starts a cluster on this machine for the job"
         ) from error
 
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces."""
+    """Restore the handler of SIGTERM, because Ray replaces the handler."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread() and handler is not None:
@@ -141,7 +141,7 @@ def _needs(options: RayOptions) -> dict[str, float]:
 
 
 def _fitting_actors(needs: Mapping[str, float]) -> int:
-    """Return how many actors fit on the present nodes, if nothing else runs there."""
+    """Return the number of actors that fit on the current nodes, if nothing else runs on the nodes."""
     nodes = [it["Resources"] for it in ray.nodes() if it["Alive"]]  # type: ignore[no-untyped-call]
     return sum(
         int(min((its.get(name, 0.0) / amount for name, amount in needs.items() if amount), default=1)) for its in nodes
@@ -162,12 +162,12 @@ class _Actor:
             return self._worker.make, self._worker.model
 
     def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int, int]:
-        """Do work, and return the parts, and the numbers of tokens and of padded tokens."""
+        """Do work. Return the reports of the parts, the number of tokens, and the number of tokens with padding."""
         make, model = self.open(plan.make, plan.make.kind, plan.model)
         counts: list[tuple[int, ...]] = [(0, 0)]
         with _errors_of_node():
             if problems := differences(plan, plan.read, make, model):
-                raise ValueError(f"the model is not the one of the job: {'; '.join(problems)}")
+                raise ValueError(f"the model differs from the model of the job: {'; '.join(problems)}")
             assert self._worker is not None  # noqa: S101 - `open` sets it
             made = list(self._worker.run(plan, store, [work], lambda _, *tokens: counts.append(tokens)))
         tokens, padded_tokens = map(sum, zip(*counts, strict=True))
@@ -176,7 +176,7 @@ class _Actor:
 
 @contextmanager
 def _errors_of_node() -> Iterator[None]:
-    """Put the node before an error. A defect of the program keeps its traceback."""
+    """Put the name of the node before an expected error. Other errors keep their traceback."""
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
@@ -196,7 +196,7 @@ class RayWorker:
             backend: The backend of an actor.
             options: The cluster, which this process has joined.
             *arguments: The arguments of `Backend.open`.
-            is_owner: Whether `close` leaves the cluster.
+            is_owner: Whether `close` disconnects from the cluster.
         """
         self._backend = backend
         self._needs = _needs(options)
@@ -205,10 +205,10 @@ class RayWorker:
         self._stopped = False  # not an Event: a signal handler may call `stop`
         self._warn_at = time.monotonic() + _WARN_SECONDS
         self._actors = [self._start()]
-        # What actors do: the work, or None while an actor loads the model.
+        # reply → (actor, work); the work is None while an actor loads the model.
         self._calls: dict[Any, tuple[Any, Work | None]] = {}
         self._deaths: Counter[Work] = Counter()
-        self._away_since: dict[int, float] = {}  # by the id of an actor that does not answer
+        self._away_since: dict[int, float] = {}  # id of an actor that does not answer → time
         reply = self._actors[0].open.remote(*arguments)
         while not self._wait([reply]):
             pass
@@ -262,31 +262,31 @@ class RayWorker:
         self._calls[actor.open.remote(self.make, self.make.kind, self.model)] = actor, None
 
     def _release(self, idle: list[Any]) -> None:
-        """End actors without work, so that actors that restart find room, and an autoscaler removes nodes."""
+        """End actors without work. Then restarting actors find room, and an autoscaler can remove nodes."""
         loading = [reply for reply, (_, it) in self._calls.items() if it is None]
         for actor in [*idle, *(self._calls.pop(reply)[0] for reply in loading)]:
             ray.kill(actor)
         idle.clear()
 
     def _repeat(self, actor: Any, given: Work | None, plan: Plan, error: RayActorError) -> None:
-        """Wait for an actor whose process died. For some seconds, Ray may not know that the node is lost.
+        """Load the model again in an actor that died. Ray may need some seconds to notice a lost node.
 
         Raises:
-            RuntimeError: Actors died again and again in the same work, or the actor does not come back.
+            RuntimeError: Several actors died in the same work, or the actor does not come back.
         """
         since = self._away_since.setdefault(id(actor), time.monotonic())
         if given is not None:
-            self._deaths[given] += 1  # other work if parts have been finished since the last death
+            self._deaths[given] += 1  # counts from 0 again if a part was finished since the last death
             if self._deaths[given] == _MOST_DEATHS:
                 name, uri = Part(given.input, given.first).name, plan.inputs[given.input].uri
-                raise _plain(error, f"{_MOST_DEATHS} actors died while they did {name} or a part soon after, of {uri}")
+                raise _plain(error, f"{_MOST_DEATHS} actors died at {name} or at one of the next parts, of {uri}")
         elif time.monotonic() - since > _AWAY_SECONDS:
             raise _plain(error, f"an actor did not come back within {_AWAY_SECONDS:.0f} s")
         time.sleep(_LOOK_SECONDS)
         self._load(actor)
 
     def _wait(self, replies: list[Any]) -> list[Any]:
-        """Return the replies that are ready, after a while, and warn while no actor is ready for long."""
+        """Wait at most a second. Return the replies that are ready. Warn if no actor is ready for a long time."""
         if self._stopped:
             raise Stopped
         ready: list[Any] = ray.wait(replies, timeout=_LOOK_SECONDS)[0]
@@ -299,7 +299,7 @@ class RayWorker:
         return ready
 
     def stop(self) -> None:
-        """See `Worker`. The parts that actors are doing are lost."""
+        """See `Worker`. Unfinished parts are lost."""
         self._stopped = True
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class RayWorker:
 
 
 def _plain(error: RayError, what: str) -> RuntimeError:
-    """Return the error of an actor as if it had been raised here; `what` is the error if the actor died."""
+    """Return the error of an actor without Ray's traceback. `what` is the message if the actor died."""
     if isinstance(error, RayTaskError):
         return RuntimeError(str(error.cause if type(error.cause) is RuntimeError else error))
     return RuntimeError(f"{what}. Perhaps a node has too little memory for an actor: {_first_line(error)}")

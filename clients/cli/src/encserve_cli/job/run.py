@@ -1,4 +1,4 @@
-"""The loop of a job: blocks of rows are read in order, a few are encoded at a time, and each part is written."""
+"""The loop of a job: reads blocks of rows in order, encodes several blocks at the same time, and writes parts."""
 
 import itertools
 from collections import deque
@@ -16,7 +16,7 @@ from encserve_cli.job.store import Store
 from encserve_cli.job.types import BatchProgress, Block, Encoded, Encoder, Part, PartReport, Stopped, Work
 from encserve_cli.progress import OnProgress, ProgressCounter
 
-# One is computed, one is tokenized or waits, and one is written; a fourth is being read.
+# One block is computed, one is tokenized or waits, and one is written. Meanwhile a fourth block is read.
 _BLOCKS_AT_ONCE = 3
 
 
@@ -33,14 +33,14 @@ class JobSummary:
 
     Attributes:
         output: The folder.
-        rows: The rows in the output, rejected ones included.
-        rejected: The rejected rows; `_rejected/` has the reasons.
-        first_rejected: The place of one rejected row, and the reason; empty if this run rejected no row.
-        parts: The files in the output.
-        parts_before: The files that earlier runs made.
-        tokens: The tokens that this run computed, without padding.
+        rows: The number of rows in the output, rejected rows included.
+        rejected: The number of rejected rows; `_rejected/` has the reasons.
+        first_rejected: The file, line and reason of one rejected row; "" if this run rejected no row.
+        parts: The number of files in the output.
+        parts_before: The number of files from earlier runs.
+        tokens: The number of tokens that this run computed, without padding.
         seconds: The duration of this run.
-        plan: The job.
+        plan: The plan of the job.
     """
 
     output: str
@@ -55,7 +55,7 @@ class JobSummary:
 
 
 class Worker(Protocol):
-    """A loaded model that does parts of jobs: in this process, through a server, or on a cluster."""
+    """Does the parts of jobs with a loaded model: in this process, through a server, or on a cluster."""
 
     @property
     def make(self) -> MakeOptions:
@@ -70,7 +70,7 @@ class Worker(Protocol):
         """Whether several processes do parts of one file at the same time."""
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
-        """Do all work in any order, and yield each part when it is written.
+        """Do all work in any order. Yield the report of each part after the part is written.
 
         Raises:
             Stopped: `stop` was called.
@@ -90,7 +90,7 @@ class LocalWorker:
     divides_files = False
 
     def __init__(self, make: MakeOptions, model: ModelFacts, encoder: Encoder) -> None:
-        """Take an encoder of the model, which `close` frees."""
+        """`encoder` runs the model. `close` frees the encoder."""
         self.make = make
         self.model = model
         self.encoder = encoder
@@ -125,7 +125,7 @@ class LocalWorker:
                 raise
 
     def _encode(self, block: Block, on_batch: BatchProgress) -> Encoded:
-        """Encode the usable rows of a block. `Encoded.refused` has indices of rows."""
+        """Encode the usable rows of a block. The keys of `Encoded.refused` are indices of rows in the block."""
         good: list[int] = []
         values: list[Value] = []
         for index, value in enumerate(block.rows.values):
@@ -140,7 +140,7 @@ class LocalWorker:
 
         self._check_running()
         encoded = self.encoder.encode(values, count) if values else Encoded(None, {})
-        on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected ones
+        on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected rows
         return Encoded(encoded.result, {good[index]: why for index, why in encoded.refused.items()})
 
     def _check_running(self) -> None:
@@ -158,7 +158,7 @@ class LocalWorker:
 
 
 def _until_failure(blocks: Iterator[Block], failure: list[Exception]) -> Iterator[Block]:
-    """Yield blocks. If a file cannot be read, end, and add the error to `failure`: the rows before it are not lost."""
+    """Yield blocks. If a file cannot be read, add the error to `failure` and end, so earlier rows are not lost."""
     try:
         yield from blocks
     except (ValueError, OSError) as error:
@@ -179,8 +179,8 @@ class JobRun:
 
         Args:
             plan: The job.
-            finished: The parts that earlier runs made.
-            total_rows: The rows that the output will have; None if they are not known.
+            finished: The parts from earlier runs.
+            total_rows: The number of rows of the complete output; None if unknown.
             on_progress: See `encserve_cli.job.embed_files`.
         """
         self.counter = ProgressCounter(
@@ -195,7 +195,7 @@ class JobRun:
         self._first_rejected = ""
 
     def count_part(self, report: PartReport) -> None:
-        """Count a part that is written."""
+        """Count a written part."""
         self._first_rejected = self._first_rejected or report.first_rejected
         self.counter.count_part(report.rows, report.rejected)
 
@@ -205,11 +205,11 @@ class JobRun:
             example = f", such as {self._first_rejected}" if self._first_rejected else ""
             raise TooManyRejected(
                 f"{self.counter.rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; "
-                f"{REJECTED}/ in the output names all of them"
+                f"{REJECTED}/ in the output lists all rejected rows"
             )
 
     def summary(self, output: str) -> JobSummary:
-        """Return the result of the job, whose output is in a folder."""
+        """Return the result of the job. `output` is the folder."""
         return JobSummary(
             output=output,
             rows=self.counter.rows,

@@ -13,7 +13,7 @@ from encserve_cli.job.plan import Plan
 from encserve_cli.job.types import Encoder, Work, ignore_batch
 
 _MOST_ROWS = 512
-_ENOUGH_SECONDS = 1.5  # the next batch would take about as long as all batches before it
+_ENOUGH_SECONDS = 1.5  # the next batch takes about as long as all earlier batches together
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class Sample:
     seconds: float
 
     def seconds_of(self, rows: int) -> float:
-        """Return the duration of so many rows."""
+        """Return the estimated duration for `rows` rows."""
         return self.seconds * rows / self.rows
 
 
 def take_sample(
     plan: Plan, work: Sequence[Work], encoder: Encoder, clock: Callable[[], float] = time.perf_counter
 ) -> Sample | None:
-    """Encode rows from all over the first missing block: 1, 2, 4 and so on, up to 512 or until 1.5 s have passed.
+    """Encode 1, 2, 4, … up to 512 rows, evenly spaced in the first missing block. Stop after 1.5 s.
 
     Returns:
-        The duration of the last of these, when the engine is warm; None if there is no row that can be encoded.
+        The duration of the last batch, when the engine is warm; None if no row can be encoded.
     """
     values = _first_values(plan, work)
     sample = None

@@ -17,10 +17,10 @@ from encserve_client import Block, EncoderClient, EncodeResult, InferenceError, 
 
 
 class ServerEncoder:
-    """Encodes through a client. Several threads may use it at a time."""
+    """Encodes through a client. Several threads may use an encoder at the same time."""
 
     def __init__(self, client: EncoderClient, info: ModelInfo, make: MakeOptions) -> None:
-        """Take the client, the model and the output. The caller closes the client."""
+        """`info` is the model; `make` is the output of each value. The caller closes the client."""
         self._info = info
         self._is_tokens = make.kind == "tokens"
         self._run = partial(
@@ -40,7 +40,7 @@ class ServerEncoder:
         """Check that the model has the output, before a plan is made or parts are removed.
 
         Raises:
-            InvalidRequestError: The model lacks the output, the task or the prompt. The text lists the allowed values.
+            InvalidRequestError: The model lacks the output, the task or the prompt. The message lists allowed values.
         """
         self._run([])
 
@@ -56,12 +56,12 @@ class ServerEncoder:
                 raise Stopped
             on_batch(rows, 0, 0)
 
-        # The server batches only the inputs that wait, so messages of similar lengths need less padding.
+        # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
         order = sorted(range(len(values)), key=lambda index: len(values[index]))
         inputs = [values[index] for index in order]
         result = self._run(inputs, progress=counting(count))
         for error in result.errors.values():
-            if not isinstance(error, InvalidRequestError | InferenceError):  # the input may succeed later
+            if not isinstance(error, InvalidRequestError | InferenceError):  # the input itself is not the cause
                 raise error
         if result.fingerprint != self._info.fingerprint:
             raise ValueError(
@@ -84,9 +84,9 @@ class ServerEncoder:
 
 
 def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
-    """Return the result of the inputs that succeeded, in the order of the values.
+    """Return the result of the successful inputs, in the order of the values.
 
-    `order`: (inputs,) the index of the value of each input.
+    `order`: (inputs,) the index of each input's value.
     """
     output = result.outputs[0]
     places = [place for place in np.argsort(order).tolist() if place not in result.errors]  # (succeeded,)
@@ -101,11 +101,11 @@ def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
 
 
 def _indices_of_rows(lengths: npt.NDArray[np.int64], places: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the indices of the rows of some inputs, (rows,).
+    """Return (rows,): the indices of all rows of the selected inputs.
 
     Args:
         lengths: (inputs,) The number of rows of each input.
-        places: (some,) The inputs.
+        places: (selected,) The indices of the inputs.
     """
     starts = np.cumsum(lengths) - lengths
     chosen = lengths[places]
@@ -114,7 +114,7 @@ def _indices_of_rows(lengths: npt.NDArray[np.int64], places: Sequence[int]) -> n
 
 
 def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
-    """Return the facts about a served model that a plan has."""
+    """Return the facts about a served model for a plan."""
     task = info.tasks.get(make.task) if make.task else None
     width = info.width(make.output)
     return ModelFacts(
@@ -133,7 +133,7 @@ class ServerBackend:
     """A server, through a client; see `encserve_cli.job.job.Backend`."""
 
     def __init__(self, client: EncoderClient, model: str | None = None, version: str | None = None) -> None:
-        """Take the client and the model; None for the server's defaults. The caller closes the client."""
+        """`model` and `version` None mean the server's defaults. The caller closes the client."""
         self._client = client
         self._model = model
         self._version = version
@@ -146,7 +146,7 @@ class ServerBackend:
         """
         info = self._client.model(self._model, self._version)
         if self._version is None and before is not None and (info.name, info.version) != (before.model, before.version):
-            # The default version has changed since the job began. The job goes on with its own version if it is served.
+            # The default version has changed since the job began. The job keeps the old version if the server has it.
             known = [it for it in self._client.models() if (it.name, it.version) == (info.name, before.version)]
             info = known[0] if known else info
         made = replace(make, kind=kind or info.trained_kind)

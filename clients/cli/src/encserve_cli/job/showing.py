@@ -19,7 +19,7 @@ Finished = Mapping[Part, PartReport]
 
 
 def plan_record(plan: Plan, shard: Shard, output: str, finished: Finished, sample: Sample | None) -> dict[str, Any]:
-    """Return a plan as JSON values; None for an unknown number. Rows, size and time are those of a share."""
+    """Return a plan as JSON values; None if unknown. Rows, size and time count only this share of the job."""
     rows = plan.rows_of(shard)
     return {
         "output": output,
@@ -41,7 +41,7 @@ def _rows(finished: Finished) -> int:
 
 
 def _seconds(rows: int | None, finished: Finished, sample: Sample | None) -> float | None:
-    """Return the time for the missing rows; None if their number is not known."""
+    """Return the time for the missing rows; None if unknown."""
     left = None if rows is None else rows - _rows(finished)
     if left == 0:
         return 0.0
@@ -49,14 +49,14 @@ def _seconds(rows: int | None, finished: Finished, sample: Sample | None) -> flo
 
 
 def _output_bytes(plan: Plan, rows: int | None) -> int | None:
-    """Return the size of the vectors of so many rows; None if it is not known."""
+    """Return the size of the vectors of `rows` rows, in bytes; None if the size is not known."""
     if rows is None or plan.make.kind in RAGGED:
         return None
     return rows * plan.model.width * np.dtype("u1" if plan.make.dtype == "binary" else plan.make.dtype).itemsize
 
 
 def plan_lines(plan: Plan, shard: Shard, output: str, finished: Finished, sample: Sample | None) -> Iterator[str]:
-    """Yield a plan for people. Size and time are those of a share."""
+    """Yield the lines of a plan for people. Size and time count only this share of the job."""
     model = plan.model
     rows = plan.rows_of(shard)
     size, seconds = _output_bytes(plan, rows), _seconds(rows, finished, sample)
@@ -64,8 +64,8 @@ def plan_lines(plan: Plan, shard: Shard, output: str, finished: Finished, sample
     yield _line("inputs", f"{_count(len(plan.inputs), 'file')}, {_rows_or_unknown(plan.rows_of(Shard()))}")
     if shard.count > 1:
         yield _line("share", f"{shard.index}/{shard.count}, {_rows_or_unknown(rows)}")
-    done = f", of which {len(finished):,} are done" if finished else ""
-    yield _line("parts", f"of {_count(plan.part_rows, 'row')}{done}")
+    done = f"; {_count(len(finished), 'part')} {'is' if len(finished) == 1 else 'are'} done" if finished else ""
+    yield _line("parts", f"{_count(plan.part_rows, 'row')} each{done}")
     yield _line("model", f"{model.model}, version {model.version}, fingerprint {model.fingerprint}")
     yield _line("makes", ", ".join(_made(plan)))
     yield _line("engine", ", ".join(_engine(plan)))
@@ -76,7 +76,7 @@ def plan_lines(plan: Plan, shard: Shard, output: str, finished: Finished, sample
     elif sample is None:
         yield _line("time", "none, as all parts are done")
     else:
-        yield _line("time", f"about {duration(seconds)}, as {_count(sample.rows, 'row')} took {sample.seconds:.2f} s")
+        yield _line("time", f"about {duration(seconds)} ({_count(sample.rows, 'row')} took {sample.seconds:.2f} s)")
 
 
 def _line(name: str, value: str) -> str:
@@ -124,7 +124,7 @@ def summary_record(summary: JobSummary) -> dict[str, Any]:
 
 
 def summary_lines(summary: JobSummary) -> Iterator[str]:
-    """Yield a summary for people."""
+    """Yield the lines of a summary for people."""
     before = f", {summary.parts_before:,} of them made before" if summary.parts_before else ""
     speed = f", {summary.tokens / summary.seconds:,.0f} tokens/s" if summary.tokens and summary.seconds else ""
     yield f"wrote {summary.output}: {_count(summary.rows, 'row')} in {_count(summary.parts, 'part')}{before}"

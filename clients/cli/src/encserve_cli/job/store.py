@@ -1,4 +1,4 @@
-"""The folder of a job's output, on a disk or in an object store: a file has its final name only when it is whole."""
+"""The folder of a job's output, on a disk or in an object store. Only complete files get their final name."""
 
 import fcntl
 import os
@@ -27,8 +27,8 @@ class Draft:
 
     Attributes:
         path: The local file to write.
-        uri: The final place, for errors.
-        publish: Gives the file its final name. Without a call the file is removed.
+        uri: The final path or URI, for errors.
+        publish: Gives the file its final name. If `publish` is not called, the file is removed.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Draft:
 
 
 class Store(Protocol):
-    """A folder. A name may begin with the name of a folder inside: "_rejected/part.jsonl".
+    """A folder. The name of a file may begin with a subfolder: "_rejected/part.jsonl".
 
     Attributes:
         uri: The absolute path or the URI.
@@ -48,38 +48,38 @@ class Store(Protocol):
     is_local: bool
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names of files in the folder, or in a folder inside; empty if the folder is missing.
+        """Return the names of files in the folder or in a subfolder; empty if the folder is missing.
 
         Raises:
             OSError: The folder cannot be read.
         """
 
     def holds(self, uri: str, folder: str = "") -> bool:
-        """Return whether a file is in the folder, or in a folder inside. Links are followed.
+        """Whether a file is in the folder or in a subfolder. Links are followed.
 
         Args:
             uri: The absolute path or the URI of an existing file.
-            folder: The folder inside.
+            folder: The subfolder; "" for the folder itself.
         """
 
     def read(self, name: str) -> bytes | None:
         """Return the contents of a file; None if it is missing."""
 
     def open(self, name: str) -> Any:
-        """Open a file as a `pyarrow.NativeFile` that reads at any place."""
+        """Open a file as a `pyarrow.NativeFile` with random access."""
 
     def draft(self, name: str) -> AbstractContextManager[Draft]:
-        """Begin a file."""
+        """Start a new file."""
 
     def create(self, name: str, text: str) -> bool:
-        """Publish a text under a name. If the name exists, change nothing and return False."""
+        """Write a text file. If the name exists, change nothing and return False."""
 
     def delete(self, name: str) -> None:
         """Remove a file, if it exists."""
 
 
 def write_text(store: Store, name: str, text: str) -> None:
-    """Publish a text under a name, and replace an older file."""
+    """Write a text file, and replace an older file."""
     with store.draft(name) as draft:
         with written(draft.uri):
             draft.path.write_text(text, encoding="utf-8")
@@ -88,7 +88,7 @@ def write_text(store: Store, name: str, text: str) -> None:
 
 @contextmanager
 def written(uri: str) -> Iterator[None]:
-    """Put the name of a file before the reason why it cannot be written."""
+    """Put the name of the file before the error if writing fails."""
     try:
         yield
     except OSError as error:
@@ -112,8 +112,8 @@ def open_store(uri: str) -> Store:
 class LocalStore:
     """A folder on a disk.
 
-    A file is written in the folder under a hidden name, and renamed when it is whole and on the disk. Its process holds
-    a lock on the file, so that another process can tell whether a hidden file is left over from a killed process.
+    A file is written under a hidden name. When the file is complete and on the disk, it gets the final name. The
+    writing process locks the hidden file. A hidden file without a lock is left over from a killed process.
     """
 
     is_local = True
@@ -162,7 +162,7 @@ class LocalStore:
             file = path.open("xb")
         with file:
             try:
-                with suppress(OSError):  # a file system without locks
+                with suppress(OSError):  # the file system may lack locks
                     fcntl.flock(file, fcntl.LOCK_SH)
                 yield Draft(path, uri, publish)
             finally:
@@ -178,7 +178,7 @@ class LocalStore:
                 final.hardlink_to(draft.path)
             except FileExistsError:
                 return False
-            except OSError:  # a file system without hard links: two processes at a time may both succeed
+            except OSError:  # without hard links, two processes may both succeed at the same time
                 if final.exists():
                     return False
                 draft.path.replace(final)
@@ -196,7 +196,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 class ObjectStore:
-    """A folder in an object store. A file is written on this machine and then uploaded whole."""
+    """A folder in an object store. A file is written on this machine, and then uploaded at once."""
 
     is_local = False
 
@@ -234,15 +234,15 @@ class ObjectStore:
             path = Path(folder, Path(name).name)
 
             def publish() -> None:
-                # In one piece: closing a stream after a part of the bytes would publish that part. `copy_files` of
-                # Arrow prints its failures.
+                # One write for the whole file: a stream that is closed early would publish a part of the file. Arrow's
+                # `copy_files` would print its failures.
                 with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as out:
                     out.write(file.read_buffer())
 
             yield Draft(path, f"{self.uri}/{name}", publish)
 
     def create(self, name: str, text: str) -> bool:
-        """See `Store`. Object stores have no locks: the text that is there in the end counts."""
+        """See `Store`. Object stores have no locks, so the text is read again: the last writer wins."""
         if self.read(name) is not None:
             return False
         write_text(self, name, text)
@@ -255,7 +255,7 @@ class ObjectStore:
 
 
 def _sync(path: Path) -> None:
-    """Write a file's bytes to the disk, so that it is whole under its final name after a power failure."""
+    """Write a file's bytes to the disk, so that a power failure cannot leave an incomplete file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,7 @@ from encserve_cli.files.reading import DataFile
 from encserve_cli.files.rows import Rows, Value
 from encserve_client import EncodeResult
 
-# With --shard, so many parts in a row belong to one shard. On Ray they are the work that an actor gets at a time.
+# With --shard, this many successive parts belong to one shard. On Ray, an actor gets this many parts at a time.
 STRIPE_PARTS = 4
 
 
@@ -18,10 +18,10 @@ class InputFile:
 
     Attributes:
         uri: The absolute path, or a URI.
-        size_bytes: The size.
+        size_bytes: The size, in bytes.
         modified_ns: The modification time in ns since 1970; 0 if unknown.
         checksum: The checksum of the contents; see `encserve_cli.files.storage.checksum`.
-        rows: The number of rows; None if a job finds it only by reading the file.
+        rows: The number of rows; None if only reading the whole file would tell.
     """
 
     uri: str
@@ -33,11 +33,11 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """The unit of progress: rows `number * part_rows` and later of one file, which become one file of output.
+    """The unit of progress: `part_rows` rows of one file, from row `number * part_rows`. A part is one output file.
 
     Attributes:
         input: The index of the file.
-        number: The index of the part in that file.
+        number: The index of the part in the input file.
     """
 
     input: int
@@ -45,16 +45,16 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The name of the output without its suffix. Sorted names are in the order of the rows."""
+        """The name of the output file, without suffix. Sorted names have the order of the rows."""
         return f"part-{self.input:05}-{self.number:06}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of one of several commands that do a job together.
+    """The share of a job that one of several commands does.
 
     Attributes:
-        index: The number of the share, from 0.
+        index: The index of the share, from 0.
         count: The number of shares.
 
     Raises:
@@ -76,14 +76,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Parts of one file that one worker does in order.
+    """Parts of one file for one worker, in order.
 
     Attributes:
         input: The index of the file.
         first: The number of the first part.
         end: One more than the number of the last part; None for all parts until the end of the file.
-        finished: The numbers of parts that need not be done.
-        shard: Only parts of this share are done.
+        finished: The numbers of parts that are already done.
+        shard: The worker does only parts of this share.
     """
 
     input: int
@@ -93,14 +93,14 @@ class Work:
     shard: Shard
 
     def has(self, part: Part) -> bool:
-        """Whether a part is to be done."""
+        """Whether the worker must do a part."""
         is_inside = part.input == self.input and self.first <= part.number < (self.end or part.number + 1)
         return is_inside and part.number not in self.finished and self.shard.has(part)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a part that are encoded together.
+    """Rows of one part that are encoded together.
 
     Attributes:
         part: The part.
@@ -126,7 +126,7 @@ class PartReport:
         rows: The number of rows.
         rejected: The number of rejected rows.
         ends_file: Whether the last row of the file is in the part.
-        first_rejected: The place of the first rejected row, and the reason; empty if there is none.
+        first_rejected: The file, line and reason of the first rejected row; "" without one.
     """
 
     part: Part
@@ -137,10 +137,10 @@ class PartReport:
 
 
 class BatchProgress(Protocol):
-    """Called for each batch that is done, from any thread."""
+    """A function that is called after each batch, from any thread."""
 
     def __call__(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """Take the numbers of rows, of tokens, and of tokens with padding; 0 for an unknown number."""
+        """Arguments: the number of rows, of tokens, and of tokens with padding; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class Encoded:
     """The outputs of some values.
 
     Attributes:
-        result: The outputs of the accepted values, in their order; None if there are none.
+        result: The outputs of the accepted values, in order; None if no value was accepted.
         refused: The reasons of refused values, by index.
     """
 
@@ -165,7 +165,7 @@ def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
 
 
 class Encoder(Protocol):
-    """Computes the outputs of values: a loaded model, or a client. Several threads may use an encoder at a time."""
+    """Computes the outputs of values, with a loaded model or a client. Several threads may use an encoder."""
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         """Encode values, and return when all are done.

@@ -14,11 +14,11 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The options that all calls of a load have in common.
+    """The options that are the same for all calls of a load.
 
     Attributes:
         sequences_per_call: The number of sequences in a call.
-        pooling: The pooling of each sequence's vectors into one vector. None returns one vector per token.
+        pooling: How each sequence's token vectors become one vector. None: one vector per token.
         dtype: The data type of the vectors.
         model: The model's name. None means the server's default model.
         version: The model's version. None means the model's default version.
@@ -54,7 +54,7 @@ class Call:
 def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Request(), *, seed: int = 0) -> list[Call]:
     """Make calls with random sequences.
 
-    The ids are random ids of the vocabulary, without special tokens. If the model takes vectors, the sequences are
+    The ids are random ids from the vocabulary, without special tokens. If the model takes vectors, the sequences are
     normally distributed float32 vectors.
 
     Args:

@@ -1,7 +1,7 @@
 """Sends the calls of a load, and records when each call was due, sent and answered.
 
-The calls are serialized before the load, and replies are not parsed. The load generator usually shares its CPUs with
-the server, so the server would have less CPU time for each computation here.
+The calls are serialized before the load, and replies are not parsed. The load generator usually shares the CPUs with
+the server, so each computation in the generator would slow the server.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from encserve_cli.load.calls import Call
 from encserve_cli.load.results import NOT_SENT, Load, LoadResult, summarize
 from encserve_client import AsyncEncoderClient
 
-# After an error a caller waits before its next call. Otherwise a server that refuses calls, or is down, would get
-# thousands of calls a second, and the load generator would take CPU time that the server needs to recover.
+# After an error, a caller waits before the next call. Otherwise a server that is full or down would get thousands of
+# calls a second. The load generator would use CPU time that the server needs to recover.
 ERROR_PAUSE_SECONDS = 0.01
-# Calls at random times may be sent late. Calls that are still not sent this long after the end are not sent any more.
+# Calls at random times may be late. This many seconds after the end, the load generator gives up unsent calls.
 GRACE_SECONDS = 1.0
 
 
@@ -34,11 +34,12 @@ def run_load(
 ) -> LoadResult:
     """Load a server, and return the measurement. Wait until all open calls have ended.
 
-    The load runs on a new event loop in this thread. Ctrl-C ends the load at once. The result then has the calls that
-    ended before Ctrl-C, and not the open calls.
+    The load runs on a new event loop in this thread. Ctrl-C ends the load at once. The result then has only the calls
+    that ended before Ctrl-C.
 
     Args:
-        open_client: A function that returns a new client of the server. The load has one channel: more are not faster.
+        open_client: A function that returns a new client of the server. The load has one channel, because more channels
+            are not faster.
         calls: At least one call. The calls are sent in this order. After the last call the first call is sent again.
         load: The rate and the duration.
         on_edge: A function that is called at the start and at the end of the measured time. Another thread runs it.
@@ -49,7 +50,7 @@ def run_load(
     """
     generator = _Generator(calls, load, on_edge)
     gc.collect()
-    gc.freeze()  # garbage collections during the load do not look at the objects that exist now
+    gc.freeze()  # garbage collection during the load ignores the objects that exist now
     try:
         return asyncio.run(generator.run(open_client))
     finally:
@@ -63,7 +64,7 @@ class _Generator:
         self._calls = calls
         self._load = load
         self._on_edge = on_edge
-        self._rows = array("d")  # for each call: due, sent, answered, index of the call, index of the label
+        self._rows = array("d")  # 5 numbers for each call: due, sent, answered, index of the call, index of the label
         self._labels: dict[str, int] = {"": 0}  # the empty label is for calls without an error
         self._examples: dict[str, str] = {}
         self._cpu_seconds = 0.0
@@ -110,7 +111,7 @@ class _Generator:
     async def _send_at_random_times(self, order: Iterator[int], group: asyncio.TaskGroup) -> None:
         times = self._begin + self._load.arrival_seconds()
         for index, due in enumerate(times):
-            # Also if a call is late, `sleep` lets the tasks of earlier calls run.
+            # `sleep` even for a late call, so that the tasks of earlier calls can run.
             await asyncio.sleep(max(float(due) - time.perf_counter(), 0))
             if time.perf_counter() > self._end + GRACE_SECONDS:
                 label = self._label(NOT_SENT, "the load generator has no CPU time for so many calls a second")

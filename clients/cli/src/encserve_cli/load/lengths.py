@@ -14,13 +14,13 @@ Lengths = npt.NDArray[np.int64]
 
 
 def real_text_lengths() -> dict[int, int]:
-    """Return the lengths of 14,397 real English texts. The keys are lengths, and the values are numbers of texts."""
+    """Return the lengths of 14,397 real English texts: length in tokens → number of texts."""
     text = resources.files("encserve_cli.load").joinpath("lengths.json").read_text(encoding="utf-8")
     return _histogram(json.loads(text))
 
 
 def read_lengths(path: Path) -> dict[int, int]:
-    """Read a JSON file: a list of lengths, or an object with "histogram", the number of sequences of each length.
+    """Read a JSON file: a list of lengths, or {"histogram": {"LENGTH": number of sequences}}.
 
     Returns:
         The number of sequences of each length.
@@ -38,8 +38,8 @@ def read_lengths(path: Path) -> dict[int, int]:
 def sample_lengths(histogram: Mapping[int, int], count: int, seed: int) -> Lengths:
     """Return `count` lengths of a distribution in random order, (count,).
 
-    The lengths are quantiles in the middle of `count` equal parts of the distribution. So they have the mean of the
-    distribution, and the seed changes only their order.
+    The distribution is divided into `count` equal parts. Each length is the median of one part. So the mean stays
+    nearly the same, and the seed changes only the order.
     """
     lengths = np.array(list(histogram), np.int64)
     cumulative = np.cumsum(np.array(list(histogram.values()), np.int64))

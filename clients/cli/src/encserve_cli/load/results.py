@@ -1,4 +1,4 @@
-"""The settings of a load, and the figures that a load gives. This module does no I/O."""
+"""The settings and the results of a load. This module does no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Load:
     """A number of callers, or a rate of calls: either `concurrency` or `rate_per_second`.
 
     Attributes:
-        concurrency: The number of callers. Each caller sends its next call after the reply to the last one.
+        concurrency: The number of callers. Each caller sends the next call after a reply.
         rate_per_second: Calls per second. The calls start at the random times of a Poisson process, whether or not
             earlier calls have replies.
         seconds: The measured time.
@@ -36,8 +36,8 @@ class Load:
     def arrival_seconds(self) -> Seconds:
         """Return the random times of calls in ascending order, (calls,) seconds after the start of the warm-up.
 
-        The number of events of a Poisson process in a fixed time has a Poisson distribution. Given this number, the
-        events are distributed uniformly.
+        In a Poisson process, the number of events in a fixed time has a Poisson distribution. Given the number, the
+        times of the events are uniform.
         """
         rng = np.random.default_rng(self.seed)
         seconds = self.warmup_seconds + self.seconds
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """The figures of a load, without its warm-up.
+    """The results of a load, without the warm-up.
 
     `calls`, `sequences` and `tokens` count the calls that were answered in the measured time. With callers, latencies
     and errors belong to calls that ended in the measured time. With a rate, they belong to calls that were due in the
@@ -58,16 +58,16 @@ class LoadResult:
         seconds: The measured time.
         interrupted: Whether Ctrl-C ended the load.
         calls: The number of answered calls.
-        sequences: The number of their sequences.
-        tokens: The number of their tokens.
-        latency_seconds: The time from when each answered call was due until the reply, (calls,). A call of a caller is
-            due when the caller is free.
+        sequences: The number of sequences in the answered calls.
+        tokens: The number of tokens in the answered calls.
+        latency_seconds: (calls,) For each answered call, the time between due and reply. A caller's call is due when
+            the caller is free.
         errors: The number of failed calls by status and the server's reason, for example
             "RESOURCE_EXHAUSTED QUEUE_FULL". NOT_SENT counts calls that the load generator could not send in time.
         error_examples: The text of the first error of each kind, including errors of the warm-up.
-        error_latency_seconds: The time from sending each failed call until its error, (errors,).
-        lateness_seconds: The time from when each call was due until the load generator sent the call, (calls,). It is
-            part of the latency. Empty with callers.
+        error_latency_seconds: (errors,) For each failed call, the time between sending and error.
+        lateness_seconds: (calls,) For each call, the time between due and sending. Lateness is part of the latency.
+            Empty with callers.
         generator_cpu_seconds: The CPU time of this process in the measured time.
     """
 
@@ -122,8 +122,8 @@ def summarize(
     Args:
         load: The settings of the load.
         calls: The calls of the load.
-        rows: A row for each sent call, (rows, 5): the times when the call was due, sent and answered, the index of the
-            call, and the index of its label. The time of sending is NaN if the call was not sent.
+        rows: (rows, 5) One row for each call: the times when the call was due, sent and answered, the index of the
+            call, and the index of the label. "Sent" is NaN for a call that was not sent.
         labels: The labels. The first label is for calls without an error.
         start: The start of the measured time.
         end: The end of the measured time.

@@ -24,7 +24,7 @@ class Workload:
     Attributes:
         calls: The calls.
         kind: "token_ids", "embeddings" or "texts".
-        source: The origin of the lengths or texts, as words for people.
+        source: The origin of the lengths or texts, in words.
         mean_tokens: The mean number of tokens of a sequence, after truncation.
         longest_tokens: The number of tokens of the longest sequence, after truncation.
         cut_sequences: The number of sequences that were cut to the model's limit.
@@ -39,7 +39,7 @@ class Workload:
 
 
 def workload_of_lengths(histogram: Mapping[int, int], source: str, info: ModelInfo, request: Request) -> Workload:
-    """Make random sequences with lengths of a distribution. Raises ValueError as `random_calls` does."""
+    """Make random sequences with the lengths of a histogram. Raises ValueError as `random_calls`."""
     count = _sequences(request)
     if info.input_kind == "embeddings":
         max_bytes = 4 * info.d_model * min(max(histogram), info.max_sequence_tokens)
@@ -58,14 +58,14 @@ def workload_of_lengths(histogram: Mapping[int, int], source: str, info: ModelIn
 
 
 def workload_of_texts(path: Path, client: EncoderClient, info: ModelInfo, request: Request) -> Workload:
-    """Read the lines of a file that are not blank, and let the server count their tokens.
+    """Read the lines of a file that are not blank. The server counts their tokens.
 
     The texts are in random order. If a call needs more texts than the file has, texts repeat.
 
     Raises:
         OSError: The file is not readable.
-        ValueError: The file has no text, or a line that is not UTF-8 or is too long, or
-            `request.sequences_per_call` exceeds the server's limit.
+        ValueError: The file has no text, or a line is too long or not UTF-8, or `request.sequences_per_call` exceeds
+            the server's limit.
         EncserveError: The server cannot tokenize the texts.
     """
     texts = [line for line in read_lines(path) if line.strip()]

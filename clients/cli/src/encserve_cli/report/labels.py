@@ -6,7 +6,7 @@ from encserve_client import SequenceInfo
 
 
 def token_names(sequence: SequenceInfo) -> tuple[str, ...]:
-    """Return a name for each token: its string, without strings its id, and without ids its position."""
+    """Return a name for each token: the string, or the id without strings, or the position without ids."""
     if sequence.tokens is not None:
         return tuple(visible(token) for token in sequence.tokens)
     if sequence.token_ids is not None:
@@ -17,7 +17,8 @@ def token_names(sequence: SequenceInfo) -> tuple[str, ...]:
 def visible(token: str) -> str:
     """Return a token with visible characters only.
 
-    Control characters and unusual spaces become their code point, such as U+202E. Spaces at an end become ␣.
+    Control characters and unusual spaces become their code point, such as U+202E. If a token starts or ends with a
+    space, its spaces become ␣.
     """
     name = "".join(
         f"U+{ord(char):04X}" if char != " " and unicodedata.category(char)[0] in "CZ" else char for char in token

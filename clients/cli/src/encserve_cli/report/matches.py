@@ -11,7 +11,7 @@ from encserve_cli.report.page import as_items, render_page, round_finite, scale_
 from encserve_client import Array, EncodeResult
 from encserve_client.scoring import Similarity
 
-MAX_COLUMNS = 512  # of one figure
+MAX_COLUMNS = 512  # in one figure
 MAX_PRODUCTS = 400_000  # in all figures of a page: about 3 MB
 _MAX_TEXT = 400  # characters of a document
 
@@ -38,7 +38,7 @@ def build_match_page(query: Side, ranking: Sequence[tuple[Side, float]], by: Sim
         query: The query, with at least one vector.
         ranking: The documents and their scores, in the order of the page.
         by: The similarity that gave the scores.
-        result: The reply with the query's vectors, which names the model.
+        result: The reply with the query's vectors. The page shows the reply's model.
     """
     matches, room = [], MAX_PRODUCTS
     for place, (document, score) in enumerate(ranking, start=1):
@@ -71,21 +71,23 @@ def _match(
     if not count:
         return match | {"title": f"{place}. No vectors", "lead": "This document has no vectors."}
     if not has_figure:
-        return match | {"lead": f"Its {count:,} vectors are left out, so that the page stays small. Try shorter texts."}
+        return match | {
+            "lead": f"This document's {count:,} vectors are left out, so that the page stays small. Try shorter texts."
+        }
     products = query.vectors.astype(np.float32) @ document.vectors.astype(np.float32).T  # (query, document)
     largest, best = products.max(axis=1), products.argmax(axis=1)  # (query,)
-    # A column for the largest product of each row, and then for the vectors most similar to a vector of the query.
+    # First the columns with the largest product of a row. Then the vectors that are most similar to a query vector.
     most_similar = np.argsort(-products.max(axis=0), kind="stable").tolist()
     columns = sorted([*dict.fromkeys([*best.tolist(), *most_similar])][: max(MAX_COLUMNS, len(set(best.tolist())))])
     shown = f"each of the {count:,} columns is a vector of the document"
     if len(columns) < count:
         shown = (
-            f"each column is a vector of the document (the {len(columns):,} of its {count:,} vectors that are most "
-            "similar to a vector of the query)"
+            f"each column is a vector of the document ({len(columns):,} of {count:,} vectors, those most similar to a "
+            "vector of the query)"
         )
     return match | {
-        "lead": f"Each row is a vector of the query, {shown}, and each colour is their dot product. A frame marks the "
-        "largest product of a row. A bar shows how much that product adds to the score.",
+        "lead": f"Each row is a vector of the query, and {shown}. The colour is the dot product. A frame marks the "
+        "largest product of a row. A bar shows how much this product adds to the score.",
         "figure": scale_to(numbers.largest_magnitude(products))
         | {
             "rows": query.names,

@@ -15,7 +15,7 @@ def state_norms(states: Array) -> Float64:
 
 
 def cosine_similarity(states: Array) -> Float64:
-    """Return the cosines (layers, seq, seq) of every two tokens, from hidden states (layers, seq, d_model).
+    """Return the cosine of every two tokens: (layers, seq, seq), from hidden states (layers, seq, d_model).
 
     The cosines of a row of zeros are 0.
     """
@@ -27,12 +27,12 @@ def cosine_similarity(states: Array) -> Float64:
 
 
 def attention_entropy(attention: Array) -> Float64:
-    """Return the entropy (layers, heads, seq) in bits of each row of attention weights (layers, heads, seq, seq).
+    """Return the entropy in bits, (layers, heads, seq), of each row of attention weights, (layers, heads, seq, seq).
 
-    H(p) = -Σ p log2 p: 0 if a token attends to one token alone, log2(seq) if it attends to all tokens equally.
+    H(p) = -Σ p log2 p. H is 0 if a token attends to only one token, and log2(seq) if to all tokens equally.
     """
     entropy: Float64 = np.zeros(attention.shape[:-1])
-    for layer, weights in enumerate(attention):  # one layer at a time: all layers in float64 may take gigabytes
+    for layer, weights in enumerate(attention):  # one layer at a time, because all layers in float64 may take gigabytes
         exact = weights.astype(np.float64)
         logs = np.log2(exact, out=np.zeros_like(exact), where=exact > 0)
         entropy[layer] = np.maximum(-(exact * logs).sum(axis=-1), 0)
@@ -40,7 +40,7 @@ def attention_entropy(attention: Array) -> Float64:
 
 
 def mean_similarity(cosines: Float64) -> Float64:
-    """Return the mean cosine (layers,) of every two different tokens, from (layers, seq, seq). 1 for a single token."""
+    """Return the mean cosine over pairs of different tokens: (layers,), from (layers, seq, seq). 1 for one token."""
     seq = cosines.shape[-1]
     if seq == 1:
         return np.ones(len(cosines))
@@ -49,28 +49,28 @@ def mean_similarity(cosines: Float64) -> Float64:
 
 
 def most_attended(attention: Array) -> tuple[npt.NDArray[np.int64], Float64]:
-    """Return the position (seq,) to which each token attends most, and the weight (seq,), from (heads, seq, seq).
+    """Return for each token the position with the largest attention weight, (seq,), and the weight, (seq,).
 
-    The weight is the mean over the heads.
+    The input is (heads, seq, seq). The weight is the mean over the heads.
     """
     means: Float64 = attention.astype(np.float64).mean(axis=0)  # (seq, seq)
     return means.argmax(axis=1), means.max(axis=1)
 
 
 def spaced_indices(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` indices below `count`, evenly spaced, in order. The last index is among them."""
+    """Return at most `at_most` evenly spaced indices below `count`, in order. The last index is count - 1."""
     spaced = np.linspace(count - 1, 0, min(count, at_most)).round()
     return [int(index) for index in spaced[::-1]]
 
 
 def largest_magnitude(values: Array) -> float:
-    """Return the largest finite magnitude, or 1 if all values are 0: the end of a scale of colours."""
+    """Return the upper end of a colour scale: the largest finite magnitude, or 1 if all values are 0."""
     finite = np.abs(values[np.isfinite(values)].astype(np.float64))
     return float(finite.max(initial=0)) or 1.0
 
 
 def colour_limit(values: Array) -> tuple[float, float]:
-    """Return the end of a scale of colours, and the share of values beyond the end, from 0 to 1.
+    """Return the upper end of a colour scale, and the share of values beyond this end, from 0 to 1.
 
     The end is the largest magnitude. If outliers would make all other colours pale, the end is the 99th percentile.
     """

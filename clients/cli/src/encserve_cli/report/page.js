@@ -4,7 +4,7 @@
 const report = JSON.parse(document.getElementById("report").textContent);
 const figureData = new Map(); // the data of the box of each figure
 
-// Writes the values of `data` into `root`, and replaces each template by a copy for each of its items.
+// Writes the values of `data` into `root`. Replaces each template with one copy per item of its list.
 function fill(root, data) {
   for (const element of root.querySelectorAll("[data-text]")) {
     const text = data[element.dataset.text];
@@ -38,7 +38,7 @@ function scale(name, power = 1) {
   return stops.map((stop, place) => [(place / (stops.length - 1)) ** power, stop]);
 }
 
-// One matrix of a stack, as rows of numbers. The stack has uint16 in base64: 0 is `low`, 1 is `low + step`.
+// Returns one matrix of a stack, as rows of numbers. The stack is uint16 in base64: n means `low + n * step`.
 function matrix(stack, index) {
   if (!stack.values) {
     const text = atob(stack.data);
@@ -55,7 +55,7 @@ function matrix(stack, index) {
 
 const fixed = (value, digits) => value?.toFixed(digits) ?? "NaN"; // JSON has null for NaN
 
-// A text that plotly draws as it is. The isolates stop a right-to-left name from reordering the text next to it.
+// Escapes a text, so that plotly draws it unchanged. The isolates stop a right-to-left name from reordering other text.
 const plain = (text) => `\u2068${String(text).replace(/[&<>]/g, (it) => `&#${it.charCodeAt(0)};`)}\u2069`;
 
 function clip(text, most) {
@@ -66,7 +66,7 @@ const clipForAxis = (name) => clip(name, 14);
 const clipForTip = (name) => clip(name, 60);
 document.title = clipForTip(report.heading);
 
-// An axis with as many of the names as fit into `room` pixels, if each name needs `each` pixels.
+// Returns the ticks of an axis: as many names as fit into `room` pixels, with `each` pixels per name.
 function ticks(names, room, each, positions = [...names.keys()]) {
   const step = Math.max(Math.ceil((each * names.length) / Math.max(room, 1)), 1);
   const shown = [...names.keys()].filter((place) => place % step === 0);
@@ -120,7 +120,7 @@ function tokenMap(trace, fit, width, verb, where) {
   return { data: [trace], layout, hover };
 }
 
-// Each function returns a figure: `data` and `layout` for plotly, and `hover`, the texts of the tip for a point.
+// Each function returns a figure: `data` and `layout` for plotly, and `hover`, which returns the texts of the tip.
 const FIGURES = {
   attention({ head = selected.head }, width, fit) {
     const { layers, entropy, matrices } = report.attention;
@@ -194,7 +194,7 @@ const FIGURES = {
     return { data: [{ ...heatmap(matrix(matrices, 0), scale("diverging"), -limit, limit), zsmooth }], layout, hover };
   },
 
-  // The dot products of the vectors of a query and of a document, the largest of each row, and what it adds.
+  // Shows the dot products of query and document vectors, the largest product of each row, and its part of the score.
   match({ rows, columns, products, best, added, limit }, width) {
     const places = [...rows.keys()];
     const margin = { l: 108, r: 8, t: 8, b: 120 };
@@ -264,7 +264,7 @@ function drawFigure(box) {
   if (click) box.on("plotly_click", ({ points: [point] }) => click(point));
 }
 
-// Draws figures one after another, with pauses in which the page reacts. Calls may overlap: they share the boxes.
+// Draws figures one after another. The page can react in between. Overlapping calls share the set of waiting boxes.
 const waiting = new Set();
 async function draw(boxes) {
   delete document.body.dataset.drawn;
@@ -279,7 +279,7 @@ async function draw(boxes) {
 const boxes = [...figureData.keys()];
 const drawAll = () => draw(boxes);
 
-// Shows a layer, by its place among the layers of the page, and one of its heads.
+// Shows one head of a layer. `layer` is an index into the layers of the page.
 const layerInputs = document.querySelectorAll('input[name="layer"]');
 const headItems = document.querySelectorAll(".head");
 function select(layer, head) {
@@ -298,5 +298,5 @@ if (report.attention) select(0, 0);
 
 window.addEventListener("scroll", hideTip, { passive: true });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-// The observer calls at once, and when the width changes. The address bar of a phone changes only the window's height.
+// The observer calls once at the start, then when the width changes. A phone's address bar changes only the height.
 new ResizeObserver(drawAll).observe(document.querySelector("header"));

@@ -18,12 +18,14 @@ from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
 from encserve_client import Array, InspectResult, ModelInfo, SequenceInfo, Timings
 
-MAX_NUMBERS = 12_000_000  # in one part: 32 MB of page. 12 layers × 12 heads × 256² weights are 9.4 million.
+# The largest number of values in one part of the page. This many values take 32 MB. 12 layers × 12 heads × 256² weights
+# are 9.4 million.
+MAX_NUMBERS = 12_000_000
 MAX_POSITIONS = 512
 MAX_DIMENSIONS = 384
 _MAX_TEXT = 2000  # characters
-_LONG_TEXT = 90  # a longer text has smaller letters
-_STEPS = 65535  # of a uint16
+_LONG_TEXT = 90  # characters; a longer text gets smaller letters
+_STEPS = 65535  # the largest uint16
 
 
 def build_page(result: InspectResult, model: ModelInfo, text: str | None = None) -> str:
@@ -58,10 +60,10 @@ def build_page(result: InspectResult, model: ModelInfo, text: str | None = None)
 
 def render_page(heading: str, data: dict[str, Any]) -> str:
     """Return a page with a heading and the data of its templates."""
-    from plotly.offline import get_plotlyjs  # the import takes a second
+    from plotly.offline import get_plotlyjs  # slow: the import takes a second
 
     data = {"heading": shorten(heading, _MAX_TEXT), "size": "long" if len(heading) > _LONG_TEXT else ""} | data
-    # A browser hashes scripts after it has changed the ends of lines.
+    # A browser changes \r\n to \n before it hashes a script.
     plotly, script = (code.replace("\r\n", "\n") for code in (get_plotlyjs(), _file("page.js")))
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'" for code in (plotly, script)
@@ -70,14 +72,15 @@ def render_page(heading: str, data: dict[str, Any]) -> str:
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'",
         style=_file("page.css"),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),  # "</script>" in a text
+        # Without "<", a text with "</script>" does not end the script.
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         plotly=plotly,
         script=script,
     )
 
 
 def as_items(facts: dict[str, str]) -> list[dict[str, str]]:
-    """Return facts about the model as items of a template."""
+    """Return facts as items of a template."""
     return [{"name": name, "value": value} for name, value in facts.items()]
 
 
@@ -94,7 +97,7 @@ def round_finite(values: Array, decimals: int = 4) -> list[Any]:
 
 
 def scale_to(limit: float) -> dict[str, Any]:
-    """Return a scale of colours from -limit to limit, and the names of its ends."""
+    """Return a colour scale from -limit to limit, and the labels of both ends."""
     return {"limit": limit, "lowest": f"−{limit:.2g}", "highest": f"{limit:.2g}"}
 
 
@@ -136,7 +139,7 @@ def _attention(result: InspectResult) -> dict[str, Any] | None:
     max_bits = float(np.log2(seq)) or 1.0
     overview = {
         "heads": [{"head": head, "name": f"head {head}"} for head in range(n_heads)],
-        "uniform": f"{max_bits:.1f}, all {seq} equal",
+        "uniform": f"{max_bits:.1f}, all {seq} tokens",
     }
     return {
         "layers": [{"name": layer} for layer in layers],
@@ -179,7 +182,7 @@ def _norms(result: InspectResult) -> dict[str, Any] | None:
 
 
 def _positions(result: InspectResult, model: ModelInfo) -> dict[str, Any] | None:
-    """Return the first positions and dimensions. Evenly spaced ones would show waves that do not exist."""
+    """Return the first positions and dimensions. A sample of evenly spaced positions would show false waves."""
     if result.positions is None or not result.positions.size:
         return None
     table = result.positions[:MAX_POSITIONS, :MAX_DIMENSIONS]  # (positions, dimensions)
@@ -189,7 +192,7 @@ def _positions(result: InspectResult, model: ModelInfo) -> dict[str, Any] | None
         extent = f"The first {n:,} of {n_all:,} positions and the first {d:,} of {d_all:,} dimensions."
     limit, beyond = numbers.colour_limit(table)
     if beyond:
-        extent += f" {beyond:.1%} of the values lie beyond the colours; point at a cell to see its value."
+        extent += f" {beyond:.1%} of the values are beyond the colour scale; point at a cell to see its value."
     largest = numbers.largest_magnitude(table)
     return scale_to(limit) | {
         "lead": f"The model’s {model.position} positional encoding, the same for every text. {extent}",
@@ -245,7 +248,8 @@ def _stage(depth: int) -> str:
 def _pack(matrices: Array, low: float, high: float) -> dict[str, Any]:
     """Return matrices (count, rows, columns) as base64 of uint16, from 0 for low to 65535 for high.
 
-    Values outside become the nearer end, and NaN becomes low. The error of other values is at most half a step.
+    Values below low become 0, values above high become 65535, and NaN becomes 0. The error of other values is at most
+    half a step.
     """
     scaled = np.nan_to_num((matrices.astype(np.float64) - low) / (high - low), nan=0.0, posinf=1.0, neginf=0.0)
     steps = np.rint(np.clip(scaled, 0, 1) * _STEPS).astype("<u2")

@@ -38,9 +38,9 @@ class AsyncWire:
         self._is_client_closed = is_client_closed
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the client was closed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._may_read = asyncio.Semaphore(0)  # the number of inputs that the driver allows to read
+        self._may_read = asyncio.Semaphore(0)  # the number of inputs that the task may read
         self._is_reading = False
-        self._needs_loop = False  # whether a message was started since the event loop last ran
+        self._needs_loop = False  # whether a message was started after the last turn of the event loop
 
     def now(self) -> float:
         """See `Wire`."""
@@ -55,7 +55,7 @@ class AsyncWire:
         self._needs_loop = True
 
     def read_inputs(self, count: int) -> None:
-        """See `Wire`. A task reads the inputs, so that answers arrive while the caller's iterable waits."""
+        """See `Wire`. A separate task reads the inputs, so a slow iterable does not delay the answers."""
         for _ in range(count):
             self._may_read.release()
         if self._inputs is not None and not self._is_reading:
@@ -108,7 +108,7 @@ class AsyncWire:
         task.add_done_callback(self._tasks.discard)
 
     async def _finish_call(self, call: Any, message: Message, connection: Connection) -> None:
-        """Report the end of a call. The task holds `connection`, because gRPC closes a channel that nobody holds."""
+        """Report the end of a call. The reference to `connection` keeps the channel open."""
         request = message.request
         try:
             response = await (_assemble(call, request) if isinstance(request, pb.InspectRequest) else call)

@@ -53,7 +53,7 @@ class CertificateReloader:
             if contents == self._contents:
                 return None
             credentials = self._tls.credentials()
-        except InvalidInputError:  # perhaps half written; the old credentials stay in use
+        except InvalidInputError:  # the file may be half written; the old credentials stay in use
             return None
         self._contents = contents
         return credentials
@@ -80,11 +80,11 @@ def balancing_options() -> dict[str, str | int]:
 def channel_options(
     target: str, max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
 ) -> list[ChannelOption]:
-    """Return the options of a channel to a gRPC target. `extra` overrides the others."""
+    """Return the options of a channel to a gRPC target. `extra` overrides the defaults."""
     # The options have no retry policy. gRPC silently does not retry requests above grpc.per_rpc_retry_buffer_size (256
-    # KiB), which many batches of texts exceed, and gRPC cannot split requests. `_logic.dispatch` retries all sizes.
-    # gRPC still resends a call that no server has seen, for example while a connection is renewed (transparent retries,
-    # gRFC A6).
+    # KiB). Many batches of texts are larger. gRPC also cannot split requests. So `_logic.dispatch` retries requests of
+    # all sizes. gRPC still resends a call that no server has seen, for example while a connection is renewed
+    # (transparent retries, gRFC A6).
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
@@ -118,7 +118,7 @@ def channel_options(
 def channel_credentials(
     tls: Tls | bool | None, credentials: grpc.ChannelCredentials | None
 ) -> tuple[Tls | None, grpc.ChannelCredentials | None]:
-    """Return the settings and the credentials for `tls=` and `credentials=`. No credentials mean plaintext.
+    """Return the settings and the credentials for `tls=` and `credentials=`. None as credentials means plaintext.
 
     Raises:
         InvalidInputError: An argument has the wrong type, a file cannot be read, or both arguments are given.

@@ -16,7 +16,7 @@ from encserve_client._logic.failures import Failure
 from encserve_client.tls import Tls
 
 _SECONDS = 1.0  # for each step of a connection
-_REMEMBER_SECONDS = 2.0  # the time that the client's retries give to a server that has never answered
+_REMEMBER_SECONDS = 2.0  # the client retries for this time if the server has never answered
 _MAX_ADDRESSES = 3
 # An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -24,7 +24,7 @@ _FRAME_HEADER_BYTES = 9
 _SETTINGS = 4
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, …_HAS_EXPIRED, …_HOSTNAME_MISMATCH, …_IP_ADDRESS_MISMATCH
 _NOT_YET_VALID, _EXPIRED, _OTHER_NAMES = 9, 10, (62, 64)
-# The alerts of servers that refuse the client's certificate, or miss a client certificate.
+# TLS alerts of a server that refuses the client's certificate, or did not get one.
 _ALERT = re.compile(r"ALERT_(.*CERTIFICATE.*|UNKNOWN_CA|HANDSHAKE_FAILURE|ACCESS_DENIED)")
 _SET_TARGET = "set the target (target=, --target or ENCSERVE_TARGET)"
 _WRONG_PORT = f"{_SET_TARGET} to the server's gRPC port, 50051 by default"
@@ -48,7 +48,7 @@ class Diagnosis:
         self._last: tuple[float, str] | None = None  # the time of the last test, and the cause
 
     def may_help(self, failure: Failure) -> bool:
-        """Whether the connection may have failed: the server itself gave no reason."""
+        """Whether the connection may have failed. A reason would show that the server itself answered."""
         return failure.code is grpc.StatusCode.UNAVAILABLE and not failure.reason
 
     def explain(self, failure: Failure) -> Failure:
@@ -157,7 +157,7 @@ def _cause_in_plaintext(connect: Connect) -> str:
 
 def _speaks_tls(connect: Connect) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # safe, because this connection sends no data
     try:
         _handshake(connect, context, None)
     except ssl.SSLError as error:
@@ -192,7 +192,7 @@ def _cause_in_tls(connect: Connect, tls: Tls, host: str) -> str:
 
 
 def _handshake(connect: Connect, context: ssl.SSLContext, name: str | None) -> str | None:
-    """Return the agreed protocol, "" without one, or None if the server closes the connection.
+    """Return the agreed protocol, "" if none was agreed, or None if the server closes the connection.
 
     With TLS 1.3 a server refuses client certificates after the handshake, so this function also reads a byte.
     """

@@ -23,8 +23,8 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
         metadata: The caller's metadata.
 
     Raises:
-        InvalidInputError: An argument has the wrong type, or a value cannot be sent. The text names the argument or
-            the metadata key, but shows no secret.
+        InvalidInputError: An argument has the wrong type, or a value cannot be sent. The error message names the
+            argument or the metadata key, but shows no secret.
     """
     metadata = () if metadata is None else metadata
     checked = check_type("metadata", metadata, (Mapping, list, tuple), "a dict or a list of pairs")
@@ -44,7 +44,7 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
                 field="metadata",
             )
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise InvalidInputError(f"must have values of printable ASCII; that of {key!r} is not", field="metadata")
+            raise InvalidInputError(f"must have values of printable ASCII; {key!r} has another", field="metadata")
     if bearer := _read_key(api_key, has_authorization="authorization" in dict(pairs)):
         pairs.append(("authorization", f"Bearer {bearer}"))
     return tuple(pairs)
@@ -79,7 +79,7 @@ def with_trace(metadata: Metadata) -> Metadata:
     The process's propagators write the headers, by default traceparent and tracestate (W3C Trace Context). A header in
     `metadata` is not changed.
 
-    Without OpenTelemetry in the process there is never a current span. So this function does not import OpenTelemetry.
+    If no module has imported OpenTelemetry, there is no current span, and `metadata` is returned unchanged.
     """
     if sys.modules.get("opentelemetry.trace") is None:
         return metadata

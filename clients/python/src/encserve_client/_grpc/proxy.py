@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from encserve_client._grpc.target import Address, addresses_of, has_several_addresses, is_local
 
-# gRPC reads these, in this order. https://grpc.github.io/grpc/core/md_doc_environment_variables.html
+# gRPC reads these variables, in this order. https://grpc.github.io/grpc/core/md_doc_environment_variables.html
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-# gRPC reads the first two. Most other programs read the third as well.
+# gRPC reads the first two variables. Most other programs also read the third.
 _EXEMPTION_VARIABLES = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 _GRPC_PROXY_PORT = 443  # if the variable has no port
 _MAX_HEAD_BYTES = 16_384
@@ -74,8 +74,8 @@ class Proxy:
 def uses_proxy(target: str) -> bool:
     """Whether gRPC may connect to a target through a proxy.
 
-    Connections inside this machine bypass proxies. Connections to a list of addresses do too, because gRPC would ask
-    the proxy for the whole list as one name. Variables such as NO_PROXY exempt names, domains and networks.
+    Connections inside this machine bypass proxies. Connections to a list of addresses also bypass proxies, because gRPC
+    would send the whole list to the proxy as one name. Variables such as NO_PROXY exempt names, domains and networks.
     """
     if is_local(target) or has_several_addresses(target):
         return False
@@ -112,7 +112,7 @@ def _is_exempt(host: str) -> bool:
 
 
 def _read_head(connection: socket.socket) -> str:
-    """Read exactly the head of an HTTP reply, because bytes of the server may follow."""
+    """Read the head of an HTTP reply and no byte more, because the server's bytes may follow."""
     head = b""
     while not head.endswith(b"\r\n\r\n") and len(head) < _MAX_HEAD_BYTES:
         if not (byte := connection.recv(1)):

@@ -42,7 +42,7 @@ class SyncWire:
         return time.monotonic()
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
-        """See `Wire`. A call that is alone blocks, because then gRPC needs no polling thread."""
+        """See `Wire`. If `alone`, the call blocks, because then gRPC needs no polling thread."""
         connection = self._open_connection()
         method = getattr(connection.stub, rpc)
         try:
@@ -114,7 +114,7 @@ class _FinishedCall:
 
 
 def _translate_error(error: ValueError) -> Exception:
-    """Return the error of a closed channel. gRPC raises a ValueError that differs from others only by the text."""
+    """Return the error of a closed channel. gRPC raises a ValueError for a closed channel; only the text differs."""
     return ClientClosedError() if "closed" in str(error) else error
 
 

@@ -28,7 +28,7 @@ def as_target(target: str | Sequence[str] | None) -> str:
 
     Raises:
         InvalidInputError: The target is not a name that gRPC can resolve, and not a list of IP addresses of one
-            version. The text names the argument or the variable.
+            version. The error message names the argument or the variable.
     """
     name = "target"
     if target is None:
@@ -47,7 +47,7 @@ def as_target(target: str | Sequence[str] | None) -> str:
 
 
 def is_balanced(target: str) -> bool:
-    """Whether gRPC balances calls among all addresses of a target: a list, or a name with "dns:"."""
+    """Whether gRPC balances calls among all addresses of a target. True for a list, and for a name with "dns:"."""
     return target.startswith("dns:") or has_several_addresses(target)
 
 
@@ -59,8 +59,8 @@ def has_several_addresses(target: str) -> bool:
 def addresses_of(target: str) -> list[Address]:
     """Return the hosts and ports of a gRPC target, IPv6 addresses without brackets.
 
-    The list is empty for a Unix socket, and for names that only gRPC can resolve: with xDS, or with a named DNS server,
-    as in "dns://10.0.0.2/encoder:50051".
+    The list is empty for a Unix socket, and for names that only gRPC can resolve: xDS names, and names with a DNS
+    server, as in "dns://10.0.0.2/encoder:50051".
     """
     scheme, _, rest = target.partition(":")
     if scheme == "dns":

@@ -26,9 +26,9 @@ from encserve_client.results import (
 from encserve_proto.v1 import encoder_pb2 as pb
 
 T = TypeVar("T", bound=np.generic)
-# The tokens of a failed input.
+# Stands for the tokens of a failed input.
 _NO_TOKENS = SequenceInfo(0, 0, False, None, None, None, None)
-# Servers without this field take token ids.
+# Old servers do not set this field. They take token ids.
 _INPUT_KINDS: dict[int, InputKind] = {
     pb.INPUT_KIND_UNSPECIFIED: "token_ids",
     pb.INPUT_KIND_TOKEN_IDS: "token_ids",
@@ -79,7 +79,7 @@ class MessageAnswer:
         version: The version of the model.
         fingerprint: The id of the bundle.
         space_id: The id of the vector space; "" if unknown.
-        kinds: For each output, the kind and whether the rows are normalised.
+        kinds: For each output, (kind, whether the rows are normalised).
         blocks: For each output, the rows.
         sequences: For each input, the tokens. Empty if the call did not ask for tokens.
         timings: The server's times for tokenizing, in the queue, and for computing, in seconds.
@@ -101,7 +101,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     The result has no reference to `response`. `describe`: whether to convert the tokens of each input.
 
     Raises:
-        ProtocolError: The answer breaks the contract. The text has the numbers.
+        ProtocolError: The answer breaks the contract. The error message has the numbers.
     """
     _check_count("outputs", len(response.outputs), len(options.outputs))
     _check_count("sequences", len(response.sequences), n_inputs)
@@ -256,7 +256,7 @@ def _check_lengths(
     if output.is_pooled:
         expected = np.ones_like(block.lengths)
     elif output.kind != "tokens":
-        expected = block.lengths  # the number of rows is unknown for the other kinds
+        expected = block.lengths  # other kinds have any number of rows
     else:
         expected = np.array([sequence.token_count for sequence in sequences], dtype=np.int64)
         if options.exclude_special_tokens:
@@ -282,7 +282,7 @@ def merge_answers(
     """Merge the answers of a call into one result.
 
     Args:
-        found: At least one answer, in the order of the inputs, each with the index of the first input.
+        found: (index of the first input, answer) of each message, in the order of the inputs. At least one.
         errors: The error of each failed input, by index, in order.
         total_seconds: The duration of the call.
         attempts: The number of sent messages.
@@ -319,7 +319,7 @@ def merge_answers(
 def _with_failed_inputs(
     found: Sequence[tuple[int, MessageAnswer]], errors: Mapping[int, EncserveError]
 ) -> list[MessageAnswer]:
-    """Return the answers in the order of the inputs, with an answer without rows for neighbouring failed inputs."""
+    """Return all answers in the order of the inputs. Neighbouring failed inputs share one answer without rows."""
     answers: list[MessageAnswer] = []
     like, end = found[0][1], 0
     n_inputs = len(errors) + sum(len(answer.blocks[0].lengths) for _, answer in found)
@@ -345,7 +345,7 @@ def check_fingerprint(first: str, other: str) -> None:
 def empty_result(
     info: ModelInfo, options: Options, errors: Mapping[int, EncserveError], total_seconds: float, attempts: int
 ) -> EncodeResult:
-    """Return the result if all inputs failed, or there are no inputs: arrays without rows, with the model's widths."""
+    """Return the result of a call without successful inputs: arrays with the model's widths and no rows."""
     outputs = tuple(
         EncodedOutput(
             output.kind,

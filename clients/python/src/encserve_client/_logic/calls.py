@@ -1,4 +1,4 @@
-"""The calls of a client, over a `Wire`. Both clients share this code."""
+"""The methods of a client, over a `Wire`. Both clients share this code."""
 
 import random as random_module
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -47,9 +47,9 @@ from encserve_proto.v1 import encoder_pb2 as pb
 R = TypeVar("R")
 ModelKey = tuple[str, str]
 
-# The largest number of rounds of a call. A round is repeated if the model was replaced during the round.
+# A call sends all messages again if the model was replaced meanwhile: at most this many rounds in total.
 _MAX_ROUNDS = 3
-# So many failed messages in a row end a call. A server that never answers would otherwise delay each message in turn.
+# A call ends after this many failed messages in a row. Otherwise a dead server would delay each message in turn.
 _MOST_FAILED_IN_A_ROW = 8
 
 
@@ -68,7 +68,7 @@ class Settings:
     on_outage: OnOutage | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidInputError with the setting, the bound and the value."""
+        """Check the settings. Raise InvalidInputError if a value is not allowed."""
         if not self.timeout_seconds > 0:
             raise InvalidInputError(f"must be > 0; was {self.timeout_seconds}", field="timeout_seconds")
         if self.max_message_bytes < 1:
@@ -98,7 +98,7 @@ def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.
 class Core:
     """The logic of a client. Threads and tasks share the `Core` of a client.
 
-    Only `_models` and `history` change. Changes of entries of `_models` are atomic.
+    Only `_models` and `history` change. A change of one entry of `_models` is atomic.
 
     Attributes:
         settings: The client's settings.
@@ -123,13 +123,13 @@ class Core:
     ) -> EncodeResult:
         """Split the inputs into messages, send the messages, and merge the answers.
 
-        `describe`: whether the result has the tokens, or the error, of each input. Otherwise the first error is raised.
+        With `describe`, the result has the tokens or the error of each input. Without, the first error is raised.
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         async with aclosing(wire):
-            # Without inputs, the result comes from the description of the model. A remembered one may be out of date.
+            # Without inputs, the result needs the model's description. A remembered description may be out of date.
             known = self._models.get(key)
             use_remembered = bool(inputs) and known is not None and not input_errors(known, inputs)
             info = await self._model_for(
@@ -194,7 +194,7 @@ class Core:
 
         concurrent = self.settings.max_concurrent_messages
         async with aclosing(wire):
-            # A sparse vector has the width of the model, so a remembered model must not be out of date.
+            # The width of a sparse vector comes from the model, so the description must be current.
             use_remembered = options.outputs[0].kind != "sparse"
             info = await self._model_for(
                 partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
@@ -278,7 +278,7 @@ class Core:
             return await self._fetch_model(wire, key, time_limit)
 
     def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
-        """Return the limit of a call that begins now. With None, the client's timeout limits each message."""
+        """Return the limit of a call that begins now. None: the client's timeout limits each message."""
         if timeout_seconds is None:
             return TimeLimit(self.settings.timeout_seconds)
         timeout = as_float("timeout_seconds", timeout_seconds)
@@ -296,7 +296,7 @@ class Core:
         progress: Progress | None,
         n_inputs: int,
     ) -> None:
-        """Send one round of a call's messages. The fingerprints of the answers may differ."""
+        """Send all messages of a call once. The fingerprints of the answers may differ."""
 
         def decode(message: Message, response: pb.EncodeResponse) -> MessageAnswer:
             return decode_response(response, options, message.n_inputs, describe=describe)
@@ -375,7 +375,7 @@ async def exchange(
 ) -> None:
     """Send the messages of a call until all are answered or have failed. The caller must close the wire.
 
-    `progress` is called after each attempt of a message, with the number of finished inputs and with `n_inputs`.
+    `progress` runs after each attempt of a message. Arguments: the number of finished inputs, and `n_inputs`.
 
     Raises:
         EncserveError: A message failed, and the failure ends the call.

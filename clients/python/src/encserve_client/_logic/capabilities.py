@@ -12,7 +12,7 @@ from encserve_client.inputs import SpanInput
 from encserve_client.options import DType, Options
 from encserve_client.results import ModelInfo
 
-# The types of the rows of each kind; all types for other kinds.
+# The allowed types by kind. Other kinds allow all types.
 _DTYPES: Mapping[str | int, tuple[DType, ...]] = {
     "tokens": ("float32", "float16"),
     "sparse": ("float32", "float16"),
@@ -21,7 +21,7 @@ _DTYPES: Mapping[str | int, tuple[DType, ...]] = {
 
 
 def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError | None:
-    """Return the error of a model without support for the options, or None. The error names the alternatives."""
+    """Return the error if the model does not support the options, otherwise None. The error names the alternatives."""
     if 0 < info.max_outputs < len(options.outputs):
         return InvalidInputError(
             f"must be at most {info.max_outputs} (ModelInfo.max_outputs); was {len(options.outputs)}: make more calls",
@@ -59,7 +59,7 @@ def _problem_of_input(info: ModelInfo, item: object) -> str:
 
 
 def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
-    """Yield each wrong argument, and the rest of the error's text."""
+    """Yield (argument, rest of the error message) for each wrong argument."""
     model = f"model {info.name}"
     for output in options.outputs:
         if output.kind == "model" and info.pooling is None:

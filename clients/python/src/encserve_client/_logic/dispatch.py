@@ -67,7 +67,7 @@ class MessageSource(Protocol):
     def take(self, *, idle: bool) -> Message | None:
         """Return the next message, or None if the source has no message now.
 
-        `idle`: whether no message of the call is in flight, so that a partial message is better than waiting.
+        `idle`: whether no message of the call is in flight. Then a partial message is better than waiting.
         """
 
 
@@ -108,19 +108,20 @@ class Dispatch(Generic[R]):
 
     At most `max_concurrent` messages are in flight. A message is taken from the source only below this limit. A message
     with a temporary failure is sent again, within the policy and before the message's deadline. A message that is too
-    large is replaced by two halves.
+    large is split into two messages.
 
-    If `rejected` is given, the failure of one input is recorded there, and the other inputs of the message are sent
-    again. The failure of one message is recorded for each of its inputs. Any other failure ends the call.
+    If `rejected` is given, the failure of one input is recorded in `rejected`, and the other inputs of the message are
+    sent again. If a whole message fails, the failure is recorded for each input of the message. Any other failure ends
+    the call.
 
     Attributes:
         answers: (first_index of the message, answer) of each answered message, in the order of arrival.
         attempts: Number of sent messages, repeated messages included.
         rejected: Index of an input → error of the input. None if the first error ends the call.
         failure: The error of the last message that failed for all its inputs; None without such a message.
-        failed_in_a_row: Number of such messages since the last answer.
+        failed_in_a_row: Number of messages since the last answer that failed for all their inputs.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
-        paused_seconds: Time that counts for no deadline, because the caller was busy. Only `Stream` sets this time.
+        paused_seconds: Time that no deadline includes, because the caller was busy. Only `Stream` sets this time.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Dispatch(Generic[R]):
         self._call = CallInfo(target, limit.seconds)
         self._outages = outages
         self._n_in_flight = 0
-        self._held_up: set[int] = set()  # ids of the messages that met an outage or a full server at the last attempt
+        self._held_up: set[int] = set()  # ids of messages whose last attempt met an outage or a full server
 
     @property
     def is_done(self) -> bool:
@@ -164,7 +165,7 @@ class Dispatch(Generic[R]):
         return self._n_answered + len(self.rejected or ())
 
     def send(self, wire: Wire, rpc: Rpc, *, may_block: bool) -> None:
-        """Send the messages that may be in flight now. If nothing else can be sent meanwhile, the wire may block.
+        """Send all messages that the limit allows now. If nothing else can be sent meanwhile, the wire may block.
 
         Raises:
             DeadlineError: The time of the call is over before all messages were sent.
@@ -176,7 +177,7 @@ class Dispatch(Generic[R]):
             wire.start(rpc, message, timeout, alone=may_block and self._is_alone)
 
     def record(self, event: Event | None, decode: Callable[[Message, Any], R], now: float) -> None:
-        """Record the end of a message, if the event is one.
+        """Record the event if a message was answered or has failed.
 
         Raises:
             EncserveError: The failure of the message ends the call.
@@ -208,7 +209,7 @@ class Dispatch(Generic[R]):
         return taken
 
     def seconds_to_wait(self, now: float) -> float | None:
-        """Return the seconds until a waiting message may be sent, or None if only an answer can make `send` useful."""
+        """Return the seconds until a waiting message may be sent, or None if `send` is useless before an answer."""
         due = self._outbox.next_due()
         return None if due is None or self._n_in_flight >= self._max_concurrent else max(due - now, 0.0)
 
@@ -263,7 +264,7 @@ class Dispatch(Generic[R]):
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        # While the server is away or full, no new message is taken. The time of the message would run meanwhile.
+        # While the server is away or full, new messages stay in the source, so that their time does not run.
         if message is None and not self._held_up and not self._source.is_ended:
             message = self._source.take(idle=not self._n_in_flight and not self._outbox)
         return message
@@ -281,7 +282,7 @@ class Dispatch(Generic[R]):
         """Record an error for each input of the message.
 
         Raises:
-            EncserveError: The error ends the call, because it affects other messages too or `rejected` is None.
+            EncserveError: The error affects other messages too, or `rejected` is None.
         """
         if self.rejected is None or not affects_one_message:
             raise make_error()

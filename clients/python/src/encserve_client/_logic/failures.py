@@ -19,9 +19,9 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
 # The server's reasons for refusing a message while the server is full.
 _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "SHARE_EXCEEDED", "BUDGET_FULL", "RATE_LIMITED"})
-# The time of a message if the server has never answered.
+# The total time of retries if the server has never answered.
 _FIRST_CONTACT_SECONDS = 2.0
-# Shorter outages are not reported, such as those of one of several servers.
+# Shorter outages are not reported, for example if one of several servers restarts.
 _REPORT_SECONDS = 0.5
 # The start of the server's text if one input caused the failure.
 _INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
@@ -30,12 +30,12 @@ _FIELD = re.compile(
     r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task|expected_fingerprint|expected_space_id)\b"
     r"[\w.\[\]]*(?=: )"
 )
-# The parts of fields that the arguments of this library do not have, and the arguments with other names than fields.
+# Parts of the server's field names that the names of arguments lack, and fields that have another argument name.
 _INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
-# gRPC itself refuses messages that are too large, on both sides, with this text and without a reason of the server.
+# Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
-# The server or the network failed one message. Other codes affect the whole call: the options, the caller, the server.
+# Failures of one message. Other codes affect the whole call: the options, the caller, or the server.
 _CODES_OF_ONE_MESSAGE = frozenset(
     {
         grpc.StatusCode.DATA_LOSS,
@@ -63,7 +63,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.ServerUnavailableError,
     grpc.StatusCode.DATA_LOSS: errors.ServerError,
 }
-# Reasons with a more specific exception than the status code has.
+# Reasons with a more specific exception than the exception of the status code.
 _BY_REASON: dict[str, type[errors.EncserveError]] = {
     "FINGERPRINT_MISMATCH": errors.FingerprintError,
     "INFERENCE_FAILED": errors.InferenceError,
@@ -80,7 +80,7 @@ class CallInfo:
     """Facts about a call for the texts of errors.
 
     Attributes:
-        target: The caller's name of the server; "" if unknown.
+        target: The target of the client; "" if unknown.
         timeout_seconds: The time of the call, or of each message.
     """
 
@@ -108,9 +108,9 @@ class Failure:
 
     @property
     def is_full_server(self) -> bool:
-        """Whether the server has no room now, for this caller or for all."""
-        # gRPC answers RESOURCE_EXHAUSTED to oversize messages, and proxies for their own reasons. So only a reason or a
-        # delay of our server counts.
+        """Whether the server is full now, for this caller or for all callers."""
+        # gRPC also uses RESOURCE_EXHAUSTED for oversize messages, and proxies use the code for their own limits. So
+        # only a reason or a delay of our server counts.
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
             self.reason in _NO_ROOM_REASONS or self.retry_delay_seconds is not None
         )
@@ -122,7 +122,7 @@ class Failure:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the message is over a limit. Then the halves of the message may be accepted."""
+        """Whether the message is over a limit. Two smaller messages may then be accepted."""
         if self.reason:
             return self.reason in _TOO_LARGE_REASONS
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
@@ -148,8 +148,8 @@ class Failure:
             first_index: The caller's index of the first input of the message. The server's text counts from this input,
                 and the exception's text counts from the caller's first input.
             call: The call of the message.
-            n_inputs: Number of inputs of the message, if known. If a message of one input is too large, the index of
-                that input is certain.
+            n_inputs: Number of inputs of the message, if known. If the message has one input and is too large, that
+                input caused the failure.
             arguments: The beginnings of fields, each with the beginning of the argument; see `Message.arguments`.
         """
         if self.is_too_large:
@@ -194,8 +194,8 @@ def failure_of_status(
 ) -> Failure:
     """Return the failure for the status and the trailers of a failed RPC.
 
-    If a server dies during an answer, a proxy may reset the stream. gRPC reports RST_STREAM as UNKNOWN or INTERNAL. The
-    failure is then UNAVAILABLE.
+    If a server dies during an answer, a proxy may reset the stream. gRPC reports RST_STREAM as UNKNOWN or INTERNAL.
+    This function then returns UNAVAILABLE.
     """
     texts = {key: value for key, value in trailers or () if isinstance(value, str)}
     if code in _CUT_OFF_CODES and not texts.get(REASON_TRAILER) and "RST_STREAM" in (message or ""):
@@ -213,12 +213,12 @@ def failure_of_call(call: Any) -> Failure:
 
 
 def failure_of_crash(error: Exception) -> Failure:
-    """Return a failure for an unexpected exception of gRPC, because the driver waits for an event of each message."""
+    """Return the failure for an unexpected exception of gRPC. The driver waits for an event of each message."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
 class ServerHistory:
-    """Whether the server of a client has ever answered, also with an error. Each client has a `ServerHistory`.
+    """Whether the server has ever answered. An error counts as an answer. Each client has a `ServerHistory`.
 
     A server that has answered before and is UNAVAILABLE now is probably being restarted, so the client waits. A server
     that has never answered probably does not exist, or the address is wrong.
@@ -302,7 +302,7 @@ def seconds_until_retry(
     if failure.code is grpc.StatusCode.UNAVAILABLE and not is_outage:  # no server has ever answered
         waited = sum(map(policy.longest_wait, range(1, attempts)))
         remaining_seconds = min(remaining_seconds, _FIRST_CONTACT_SECONDS - waited)
-    # At least half of the longest wait, so that few attempts cover the time that gRPC needs to find a restarted server.
+    # The wait is at least half of the longest wait. So few attempts cover the time until gRPC finds a restarted server.
     wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * policy.longest_wait(attempts)
     return wait if wait < remaining_seconds else None
 

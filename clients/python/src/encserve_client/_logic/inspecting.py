@@ -93,7 +93,7 @@ def _layers(name: str, selection: Layers) -> list[int] | None:
     if not isinstance(selection, list | tuple | range | np.ndarray):
         raise InvalidInputError(f"must be True, False or a list of layers; was {type(selection).__name__}", field=name)
     if len(selection) == 0:
-        raise InvalidInputError("must name at least one layer; was empty: pass False to leave it out", field=name)
+        raise InvalidInputError("must name at least one layer; was empty: pass False for no layers", field=name)
     layers = [as_int(f"{name}[{index}]", layer) for index, layer in enumerate(selection)]
     for index, layer in enumerate(layers):
         if not 0 <= layer <= _MAX_LAYER:
@@ -109,14 +109,14 @@ def _layers(name: str, selection: Layers) -> list[int] | None:
 class InspectAssembler:
     """Assembles the answer to one Inspect request from its parts.
 
-    Memory is allocated only for data that has arrived. More data than the header announces ends the reading.
+    Memory is allocated only for data that has arrived. Reading stops at more data than the header announces.
     """
 
     def __init__(self, request: pb.InspectRequest) -> None:
         self._dtype = numpy_dtype(request.data_type)
         self._kinds = [tensor.kind for tensor in request.tensors]
         self._header = pb.InspectHeader()
-        self._data: list[bytearray] = []  # of each tensor; the caller may write to a bytearray
+        self._data: list[bytearray] = []  # one for each tensor; arrays over a bytearray are writable
         self._error: ProtocolError | None = None
 
     def add(self, part: pb.InspectResponse) -> bool:
@@ -138,7 +138,7 @@ class InspectAssembler:
 
         Raises:
             ProtocolError: The answer has more or fewer bytes than its header announces, or not the tensors of the
-                request. The text has the numbers.
+                request. The error message has the numbers.
         """
         header, seconds = self._header, self._header.timings
         for index, data in enumerate(self._data):

@@ -2,7 +2,7 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` sends the halves of the message. The server refuses a reply over its own limit too. But a
+computation, and `Dispatch` splits the message. The server refuses a reply over its own limit too. But a
 reply over the limit of this client is refused after the computation. So the rows of tokens limit a message too.
 """
 
@@ -23,13 +23,13 @@ Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetMode
 # The largest number of tokens of a message with several inputs. BERT-large computes four such messages in 45 s on two
 # CPUs, and in 23 s on four. With smaller messages, a fast server would wait for the client.
 MAX_MESSAGE_TOKENS = 4096
-# A call of more messages is a job with the priority "bulk".
+# A call of more messages than this gets the priority "bulk".
 INTERACTIVE_MESSAGES = 2
 # Bytes of a message besides the inputs: names, options, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
 _INDEX_BYTES = 4
-# English has about 4.5 bytes per token, Chinese about 3, and code between both.
+# English has about 4.5 bytes per token, Chinese about 3, and code has a number in between.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
 
@@ -69,7 +69,7 @@ class Message:
         return arguments
 
     def halves(self) -> "list[Message]":
-        """Return the inputs in two messages. Return no message if the message has at most one input."""
+        """Split the inputs into two messages. Return [] for at most one input."""
         middle = self.n_inputs // 2
         return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
 
@@ -235,11 +235,11 @@ class MessageBuilder:
 
     @property
     def is_full(self) -> bool:
-        """Whether the message has as many inputs as one message may have."""
+        """Whether the message has the largest allowed number of inputs."""
         return self._total.sequences >= self._limits.max_sequences
 
     def add(self, index: int, item: Input | SpanInput) -> Message | None:
-        """Add the input with this index. Return the previous message if the input begins a new message.
+        """Add the input with this index. If the input begins a new message, return the previous message.
 
         Raises:
             InvalidInputError: The input cannot be sent, see `pack_input`. The builder does not change.
@@ -257,7 +257,7 @@ class MessageBuilder:
         return full
 
     def flush(self) -> Message | None:
-        """Return the message with the inputs that were added since the last message. Return None without inputs."""
+        """Return a message with all inputs added since the last message, or None without inputs."""
         if not self._packed:
             return None
         message = Message(request_like(self._template, self._packed), self._first_index)

@@ -1,7 +1,7 @@
 """One call of `stream`: inputs are read with a bounded look-ahead, and results are yielded.
 
 `Dispatch` sends the messages, as for every other call. This module adds three things: inputs are read while results
-are taken, results are put into order, and the time of a slow caller counts for no input.
+are taken, results are sorted, and the deadlines exclude the time of a slow caller.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class StreamOptions:
         inputs: The caller's iterator. None for an async iterable, which the wire reads.
         total: Number of inputs, or None if unknown.
         ordered: Whether results come in the order of the inputs.
-        max_in_flight: Largest number of inputs that were read and not yet yielded.
+        max_in_flight: Largest number of inputs that were read but whose results were not yielded yet.
         progress: Called with each result.
     """
 
@@ -103,7 +103,7 @@ class ResultBuffer(Generic[R]):
 
 
 class Stream:
-    """The driver of one call. Only the caller's thread or task uses a `Stream`."""
+    """Drives one call of `stream`. Only the caller's thread or task uses a `Stream`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Stream:
             self._dispatch.paused_seconds += self._wire.now() - began
 
     async def _next(self) -> tuple[int, Result] | None:
-        may_yield = False  # only after one chance to read, so that reading keeps up with yielding
+        may_yield = False  # becomes True after one read, so that reading keeps up with yielding
         while True:
             while (event := await self._wire.wait(0)) is not None:
                 self._handle(event)
@@ -160,7 +160,7 @@ class Stream:
         return not self._source.inputs_ended and self._n_read - self._n_yielded < self._options.max_in_flight
 
     def _send(self) -> None:
-        # With each result that the caller takes, one input is read. So a full message comes soon.
+        # One input is read for each result that the caller takes, so the message is full soon.
         self._source.may_send_partial = not self._finished.is_ready
         self._dispatch.send(self._wire, "Encode", may_block=False)
         self._collect()

@@ -55,10 +55,10 @@ class Wire(Protocol):
         """Return the seconds of a monotonic clock."""
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
-        """Send a message. May block until the answer if `alone`, because then the driver has no other work.
+        """Send a message. If `alone`, the driver has no other work, so the wire may block until the answer.
 
-        An InspectRequest has many messages as answer. The wire collects the messages and returns one event, so an
-        incomplete answer is a failure as for every other call.
+        The answer to an InspectRequest has many messages. The wire collects all of them into one event. So an
+        incomplete answer is a failure, as for every other RPC.
         """
 
     def read_inputs(self, count: int) -> None:

@@ -136,7 +136,7 @@ class EncoderConfig:
                 if getattr(self, name):
                     raise ConfigError(f"{name} must be 0 if the input is embeddings; was {getattr(self, name)}")
             if self.scale_embedding:
-                raise ConfigError("scale_embedding must be false if the input is embeddings: they are used unchanged")
+                raise ConfigError("scale_embedding must be false: embeddings as input are used unchanged")
         elif self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
         elif self.pad_token_id >= self.vocab_size:

@@ -80,7 +80,7 @@ class Padding:
         return x.index_select(0, self._from_batch)  # (tokens, n)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position gets the row of the token before it."""
+        """Undo `remove`: (tokens, n) -> (batch·seq, n). A padded position gets the row of the preceding token."""
         return rows.index_select(0, self._to_batch)  # (batch·seq, n)
 
     def transpose_heads(self, heads: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Padding:
         """Reshape each sequence's (heads, length, d_k) to (length, heads·d_k), without a transpose and without padding.
 
         A sequence has heads·length vectors of d_k numbers. Vector p belongs to head p // length and to position p %
-        length. Row i of the result consists of the vectors i·heads to i·heads + heads - 1.
+        length. Row i of the result joins `heads` consecutive vectors, starting at vector i·heads.
 
         Args:
             heads: (batch, heads, seq, d_k).
@@ -304,7 +304,7 @@ def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], 
         config: The sizes and settings.
         weights: A function that returns the float32 weight with the given name and shape.
     """
-    with torch.device("meta"):  # needs no memory, even if the sizes in the configuration are wrong
+    with torch.device("meta"):  # takes no memory, even if a wrong configuration asks for a huge encoder
         encoder = Encoder(config)
     loaded = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
     encoder.load_state_dict(loaded, assign=True)

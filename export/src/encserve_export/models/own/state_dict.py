@@ -28,14 +28,16 @@ from encserve_export.models.own.layouts import StackLayout, known_layouts
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 from encserve_export.models.tensors import check_values, listed
 
-# Patterns for the names of token embedding tables and of position tables. Any prefix before the name is allowed.
+# Patterns for the names of token embedding tables and of position tables. A name may follow any path, such as "model.".
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
 _TABLE_NAMES = (
-    "W_embed or embedding.weight (also emb, embed or embeddings, and the prefix tok_, token_, word_, src_ or input_)"
+    "W_embed or embedding.weight. Instead of embedding: emb, embed, embeddings. "
+    "Allowed prefixes: tok_, token_, word_, src_, input_"
 )
 _POSITION_NAMES = (
-    "pe, PE or pos_embedding (also emb, embed or embeddings, the prefix position_ or positional_, the suffix .weight)"
+    "pe, PE or pos_embedding. Instead of embedding: emb, embed, embeddings. "
+    "Instead of pos: position, positional. Allowed suffix: .weight"
 )
 _FLAG = ("true", "false")
 
@@ -169,8 +171,8 @@ def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
         markers = "; ".join(f"{layout.name} by {re.sub('{[a-z]+}', 'N', layout.marker)}" for layout in layouts)
         raise UnknownLayoutError(
             f"no known layout has these names: {_patterns(tensors)}. Looked for {markers}. If only names differ, give "
-            "--rename OLD=NEW. Export any other module with `encserve-export module FILE.py:FACTORY`, or export_module "
-            "in Python, and a Hugging Face directory with `encserve-export hf`"
+            "--rename OLD=NEW. For any other module, use `encserve-export module FILE.py:FACTORY` or export_module. "
+            "For a Hugging Face directory, use `encserve-export hf`"
         )
     if len(stacks) > 1:
         places = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
@@ -206,8 +208,8 @@ def _check_names(
     ]
     if tables and (positions is None or (table is None and model_input != "embeddings")):
         advice += (
-            f". If one of {listed(tables)} is a table, give --rename OLD=NEW with one of these names: for token "
-            f"embeddings {_TABLE_NAMES}; for positions {_POSITION_NAMES}"
+            f". Is one of these a table: {listed(tables)}? Then rename it with --rename OLD=NEW. "
+            f"Names for token embeddings: {_TABLE_NAMES}. Names for positions: {_POSITION_NAMES}"
         )
     raise WeightNamesError(f"the weights do not fit the layout {stack.layout.name}; {problems}. {advice}")
 
@@ -231,8 +233,8 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
     if table is None:
         raise EmbeddingTableError(
             "the checkpoint holds no embedding table. Give its file with --embeddings: one matrix of (vocab_size, "
-            "d_model). Or give --input embeddings, and callers send vectors instead of token ids. In a checkpoint, a "
-            f"table must have one of these names: {_TABLE_NAMES}; rename your table with --rename OLD=NEW"
+            f"d_model). Allowed table names in a checkpoint: {_TABLE_NAMES}. Rename your table with --rename OLD=NEW. "
+            "Or give --input embeddings. Then callers must send vectors instead of token ids"
         )
     _check_width(table, d_model)
     return len(table.values)

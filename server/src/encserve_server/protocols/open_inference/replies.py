@@ -54,9 +54,8 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
     if (size := sum(it.size for it in tensors)) > limit:
         raise ResponseTooLarge(
             FieldPath(RequestField.INPUTS),
-            f"the reply with padding would take {size} bytes, over the limit of {limit} (max_response_bytes); "
-            "send fewer sequences, send sequences of similar length together, or request only the output "
-            "embedding",
+            f"the padded reply would take {size} bytes, over the limit of {limit} (max_response_bytes). Send fewer "
+            "sequences or sequences of similar length, or request only the output embedding",
         )
     return tensors
 

@@ -13,7 +13,7 @@ from encserve_server.transport.grpc.connections import HEADROOM
 from encserve_server.transport.grpc.guard import Handler
 
 _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
-    "unary": grpc.stream_unary_rpc_method_handler,  # the handler reads the only request itself
+    "unary": grpc.stream_unary_rpc_method_handler,  # one request; the handler reads this request from the stream
     "server_stream": grpc.stream_stream_rpc_method_handler,
     "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
