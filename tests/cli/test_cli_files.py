@@ -344,7 +344,7 @@ async def test_a_named_pipe_is_read_once(service: FakeEncoder, tmp_path: Path, e
 async def test_errors_of_a_file_name_the_options(service: FakeEncoder, tmp_path: Path) -> None:
     """With --output too, an error of the client names the option instead of the Python argument."""
     wrong = ("embed", "a", "--prompt-name", "x", "--output", tmp_path / "v.npy")
-    assert (await encserve(service, *wrong, status=1)).stderr.startswith("Error: --prompt-name='x': model ")
+    assert (await encserve(service, *wrong, status=1)).stderr.startswith("Error: --prompt-name 'x': model ")
 
 
 async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder, tmp_path: Path) -> None:

@@ -114,16 +114,16 @@ COMMANDS = [
     # The model and its options
     Mistake("embed hello --model nope", "--model: no model 'nope'; the models are tiny"),
     Mistake("embed hello --model-version 9", "--model-version: no version '9' of tiny; the versions are 2, 1"),
-    Mistake("embed hello --kind sparse", "--kind='sparse': model tiny has the kinds 'vector'"),
+    Mistake("embed hello --kind sparse", "--kind 'sparse': model tiny has the kinds 'vector'"),
     Mistake(
         "embed hello --kind sparse --pooling mean",
         "--pooling does not apply to --kind sparse; leave out --pooling",
         status=2,
     ),
-    Mistake("embed hello --task query", "--task='query': model tiny has no tasks"),
-    Mistake("tokenize hello --task query", "--task='query': model tiny has no tasks"),
-    Mistake("embed hello --prompt-name nope", "--prompt-name='nope': model tiny has the prompts 'q'"),
-    Mistake("encode hello --dtype int8", "--dtype='int8': 'tokens' has the types 'float32', 'float16'"),
+    Mistake("embed hello --task query", "--task 'query': model tiny has no tasks"),
+    Mistake("tokenize hello --task query", "--task 'query': model tiny has no tasks"),
+    Mistake("embed hello --prompt-name nope", "--prompt-name 'nope': model tiny has the prompts 'q'"),
+    Mistake("encode hello --dtype int8", "--dtype 'int8': 'tokens' has the types 'float32', 'float16'"),
     Mistake("embed hello --dimensions 9", "--dimensions must be at most 4, the width of model tiny; was 9"),
     Mistake(
         "embed hello --dimensions -1",
@@ -225,13 +225,13 @@ CALLS = [
     ("client.embed('hello', dimensions=-1)", "dimensions must be >= 1; was -1"),
     (
         "client.embed('hello', max_active_dims=3)",
-        "max_active_dims must be left out, because it is for kind='sparse'; kind is 'model'",
+        "max_active_dims must be left out, because it is only for kind='sparse'",
     ),
     ("client.embed('hello', model='nope')", "model: no model 'nope'; the models are tiny"),
     ("client.run('hello', outputs='mean')", "outputs must be a list; for one output pass ['mean']"),
     (
         "client.token_vectors('hello', dtype='int8')",
-        "dtype='int8': 'tokens' has the types 'float32', 'float16'",
+        "dtype 'int8': 'tokens' has the types 'float32', 'float16'",
     ),
     (
         "client.embed_spans('hello', [(0, 9)])",

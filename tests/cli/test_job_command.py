@@ -973,10 +973,10 @@ async def test_an_option_that_the_model_lacks_removes_no_part(
     await encserve(service, "embed", *inputs(source), *output)
     before = files_in(folder)
     for flags, problem in (
-        (["--prompt-name", "nope"], "--prompt-name='nope': model tiny has the prompts 'p', 'q'"),
-        (["--task", "query"], "--task='query': model tiny has no tasks"),
+        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny has the prompts 'p', 'q'"),
+        (["--task", "query"], "--task 'query': model tiny has no tasks"),
         (["--dimensions", "9999"], "--dimensions must be at most 8, the width of model tiny; was 9999"),
-        (["--kind", "sparse"], "--kind='sparse': model tiny has the kinds 'vector'"),
+        (["--kind", "sparse"], "--kind 'sparse': model tiny has the kinds 'vector'"),
     ):
         result = await encserve(service, "embed", *inputs(source), *output, "--overwrite", *flags, status=1)
         assert files_in(folder) == before, flags

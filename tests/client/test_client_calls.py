@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -17,6 +19,7 @@ from encserve_client import (
     EncserveError,
     InferenceError,
     InvalidInputError,
+    InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
     Outage,
@@ -25,7 +28,7 @@ from encserve_client import (
     RetryPolicy,
     ServerError,
 )
-from encserve_client.options import PRIORITIES, Options
+from encserve_client.options import PRIORITIES, Options, OutputKind
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -142,6 +145,18 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
     with pytest.raises(MessageTooLargeError, match="larger than max") as caught:
         await caller(client.token_vectors, [[5]])
     assert caught.value.attempts == 1
+
+
+async def test_a_reply_over_the_clients_own_limit_is_not_computed(caller: Caller, service: FakeEncoder) -> None:
+    """A row has 32 bytes. The client takes replies of 20,000 bytes, so a message has less than 625 tokens."""
+    client = caller.connect(max_message_bytes=20_000)
+    inputs = [[5] * 50] * 40
+    assert len(await caller(client.token_vectors, inputs)) == 40
+    assert len(await caller.all_of(client, inputs)) == 40
+    sizes = [len(it.inputs) for it in service.requests]
+    assert sum(sizes) == 80  # no input was sent twice
+    assert len(await caller(client.embed, inputs)) == 40
+    assert len(service.requests) == len(sizes) + 1
 
 
 def _padded(service: FakeEncoder, n_bytes: int) -> Any:
@@ -304,6 +319,57 @@ async def test_nothing_is_sent_for_a_wrong_argument(
     assert service.n_get_model == 0
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "field", "index"),
+    [
+        ("tokenize", [5], {}, "texts", None),
+        ("tokenize", [["a", 5]], {}, "texts[1]", 1),
+        ("tokenize", [["a", "\ud800"]], {}, "texts[1]", 1),
+        ("tokenize", [["a", "a " * 70]], {"truncate": False}, "texts[1]", 1),
+        ("embed", [["a", "\ud800"]], {}, "inputs[1]", 1),
+        ("embed", [["a", "a " * 70]], {}, "inputs[1]", 1),
+        ("embed_spans", [5, []], {}, "text", None),
+        ("embed_spans", ["\ud800", []], {}, "text", 0),
+        ("embed_spans", [[2**64], []], {}, "text[0]", 0),
+        ("embed_spans", ["a " * 70, []], {}, "text", 0),
+        ("embed", ["a"], {"kind": "sparse"}, "kind", None),
+        ("embed", ["a"], {"max_active_dims": 3}, "max_active_dims", None),
+    ],
+)
+async def test_an_error_names_the_argument(
+    caller: Caller, method: str, arguments: list[Any], options: dict[str, Any], field: str, index: int | None
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await caller(getattr(caller.connect(), method), *arguments, **options)
+    error = caught.value
+    assert (error.field, error.index, error.code) == (field, index, Code.INVALID_ARGUMENT)
+    assert str(error).startswith(field)
+    assert error.problem[0] not in "=: "
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text", "field"),
+    [
+        (["mean"], "options.outputs[0].dimensions: is wrong", "dimensions"),
+        (["mean", "max"], "options.outputs[0].dimensions: is wrong", "outputs[0].dimensions"),
+        (["mean", "max"], "options.outputs[1].dimensions: is wrong", "outputs[1].dimensions"),
+        (["mean", "max"], "options.data_type: is wrong", "dtype"),
+        (["mean"], "expected_fingerprint: is wrong", "expected_fingerprint"),
+        (["mean"], "expected_space_id: is wrong", "expected_space_id"),
+    ],
+)
+async def test_an_error_of_the_server_names_the_argument(
+    caller: Caller, service: FakeEncoder, outputs: list[OutputKind], text: str, field: str
+) -> None:
+    async def refuse(_: pb.EncodeRequest) -> None:
+        raise Refused(Code.INVALID_ARGUMENT, text, "INVALID_OPTION")
+
+    service.before = refuse
+    with pytest.raises(InvalidRequestError, match=rf"^{re.escape(field)}: is wrong$") as caught:
+        await caller(caller.connect().run, ["a"], outputs=outputs)
+    assert caught.value.field == field
+
+
 async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
     port = service.target.rpartition(":")[2]
     assert len(await caller(caller.connect(target=f"dns:///localhost:{port}").models)) == 1
@@ -327,6 +393,36 @@ async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller
     await caller.close(client)
     with pytest.raises(ClientClosedError):
         client.raw_method("Encode")
+    with pytest.raises(ClientClosedError):
+        await (method() if caller.kind == "async" else asyncio.to_thread(method))
+
+
+async def test_an_error_of_the_callers_code_keeps_its_frames_and_its_cause(caller: Caller) -> None:
+    def inputs() -> Iterator[str]:
+        yield "a"
+        fail()
+
+    def fail(*_: object) -> None:
+        try:
+            raise KeyError("row 3")
+        except KeyError as error:
+            raise InvalidInputError("is broken", field="row") from error
+
+    client = caller.connect()
+    for call in (functools.partial(client.embed, inputs()), functools.partial(client.embed, ["a"], progress=fail)):
+        with pytest.raises(InvalidInputError, match="row is broken") as caught:
+            await caller(call)
+        assert caught.traceback[-1].name == "fail"
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_an_error_of_the_library_has_few_frames(caller: Caller) -> None:
+    client = caller.connect()
+    for length in (0, 65):
+        with pytest.raises(InvalidRequestError) as caught:
+            await caller(client.embed, [[1] * length])
+        own = [frame for frame in caught.traceback if "encserve_client" in str(frame.path)]
+        assert [frame.name for frame in own] == ["embed"]
 
 
 async def test_a_closed_client_refuses_calls(caller: Caller) -> None:

@@ -99,4 +99,6 @@ async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> Non
         await client.token_vectors([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.token_vectors([[1]])))
+        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
+            await asyncio.to_thread(lambda: asyncio.run(client.raw_method("ListModels")(b"")))
         await client.token_vectors([[1]])

@@ -29,6 +29,7 @@ from encserve_client import (
 )
 from encserve_client._grpc.channel import channel_options
 from encserve_client._grpc.diagnosis import Diagnosis
+from encserve_client._grpc.proxy import proxy_of
 from encserve_client._logic.failures import Failure
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -208,6 +209,17 @@ async def test_an_http_server_behind_a_proxy_is_named(caller: Caller, monkeypatc
         text = await error_of(caller, "encoder.invalid:7")
         problem = "an HTTP server answers here, not a gRPC server"
         assert text.startswith(f"encoder.invalid:7: through the proxy {proxy.address} (http_proxy): {problem}")
+
+
+async def test_grpcs_text_behind_a_proxy_is_kept_if_the_cause_is_unknown(
+    service: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ConnectProxy(int(service.target.rpartition(":")[2])) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
+        found = proxy_of("encoder.invalid:7", {})
+        failure = Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        text = (await asyncio.to_thread(Diagnosis("encoder.invalid:7", None, found).explain, failure)).message
+        assert text == f"through the proxy {proxy.address} (http_proxy): Socket closed"
 
 
 @pytest.mark.parametrize("variable", ["no_proxy", "NO_PROXY", "no_grpc_proxy"])

@@ -184,6 +184,36 @@ def test_each_of_two_outages_is_reported() -> None:
     assert found == [False, True, False, True]
 
 
+def test_each_call_reports_the_outage_that_it_meets() -> None:
+    """The first two calls give up during an outage. The failures of the first calls do not count for the last call."""
+    found = list[bool]()
+    core = core_of(timeout_seconds=6.0, on_outage=lambda it: found.append(it.is_over))
+    server = Server(failing([DOWN] * 8))
+    for _ in range(2):
+        with pytest.raises(ServerUnavailableError):
+            encode(core, server, [[5]])
+        server.wire.time += 100.0
+    assert found == [False, False]
+    encode(core, server, [[5]])
+    assert found == [False, False, False, True]
+
+
+def test_a_short_outage_after_a_call_that_gave_up_is_not_reported() -> None:
+    found = list[Outage]()
+    core = core_of(retry=THRICE, on_outage=found.append)
+    server = Server(failing([DOWN]))
+
+    def stop(done: int, total: int | None) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError):
+        encode(core, server, [[5]], progress=stop)
+    server.wire.time += 100.0
+    server.encode = failing([DOWN])
+    encode(core, server, [[5]])
+    assert found == []
+
+
 def test_a_server_that_never_answered_has_no_outage() -> None:
     found = list[Outage]()
     server = Server(failing([]))
@@ -496,6 +526,65 @@ def test_run_returns_rows_or_an_error_for_each_input(
         assert counts[-1] == (n_inputs, n_inputs)
 
 
+def test_refusals_of_all_inputs_resend_each_input_a_few_times() -> None:
+    """The server names one input of a message at a time. 400 inputs are sent at most 10 times each."""
+    server = Server(refusing({1}))
+    result = encode(core_of(), server, [[1]] * 400, describe=True)
+    assert len(result.errors) == 400
+    assert sum(server.sizes) <= 10 * 400
+
+
+VECTORS_ONLY = {"input_kind": pb.INPUT_KIND_EMBEDDINGS}
+
+
+@pytest.mark.parametrize(
+    ("limits", "item", "problem"),
+    [
+        ({}, "a", "must be token ids, because model m has no tokenizer"),
+        ({}, np.ones((2, 2)), "must be a text or token ids, because model m takes no vectors"),
+        (
+            VECTORS_ONLY,
+            np.ones((2, 3)),
+            r"must have 2 columns \(d_model of model m\); had 3",
+        ),
+        (
+            VECTORS_ONLY,
+            [5],
+            "must be an array of vectors, because model m takes vectors only",
+        ),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_not_sent(limits: dict[str, Any], item: Input, problem: str) -> None:
+    core, server = core_of(), Server(failing([]), **limits)
+    for _ in range(2):
+        result = encode(core, server, [item] * 400, describe=True)
+        assert (len(result.errors), result.errors[3].index) == (400, 3)
+        with pytest.raises(InvalidRequestError, match=rf"^inputs\[0\] {problem}$"):
+            encode(core, server, [item])
+    assert server.sizes == []
+
+
+def test_a_tokenizer_that_the_model_gets_later_is_noticed() -> None:
+    core, server = core_of(), Server(failing([]))
+    result = encode(core, server, [[5], "a"], describe=True)
+    assert (list(result.errors), server.sizes) == ([1], [1])
+    server.info.has_tokenizer = True
+    server.encode = lambda request: (0.0, echo(pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[7]))])))
+    assert ids_in(encode(core, server, ["a"])) == [[7]]
+
+
+def test_a_stored_error_does_not_grow() -> None:
+    [output] = encode(core_of(), Server(refusing({2})), [[1], [2]], describe=True).outputs
+    reads: list[Callable[[], object]] = [lambda: output.array(1), output.matrix]
+    for read in reads:
+        depths = set()
+        for _ in range(3):
+            with pytest.raises(InvalidRequestError) as caught:
+                read()
+            depths.add(len(caught.traceback))
+        assert len(depths) == 1
+
+
 def test_an_index_that_is_out_of_range() -> None:
     [output] = encode(core_of(), Server(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
     for index in (2, -1):
@@ -548,8 +637,12 @@ def test_run_ends_after_8_failed_messages_in_a_row() -> None:
     server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
-    assert len(server.sizes) <= 12
+    assert len(server.sizes) == 11  # 8 have failed, and 3 are in flight
     assert server.wire.time == 200.0
+    one = Server(crashing(set(range(1, 101))), max_request_sequences=1)
+    with pytest.raises(ServerError):
+        encode(core_of(max_concurrent=1), one, [[i] for i in range(1, 101)], describe=True)
+    assert len(one.sizes) == 8
     some = Server(crashing({i for i in range(1, 101) if i % 8}), max_request_sequences=1)
     result = encode(core_of(max_concurrent=1), some, [[i] for i in range(1, 101)], describe=True)
     assert len(result.errors) == 88

@@ -77,6 +77,7 @@ def set_to(path: str, value: object) -> Callable[[pb.EncodeResponse], None]:
         (set_to("lengths", [1, 2]), r"outputs\[0\].lengths\[0\] must be 2; was 1"),
         (set_to("lengths", [2, 4_000_000_000]), "was 36"),
         (set_to("data_type", pb.DATA_TYPE_FLOAT16), r"data_type must be 1; was 2"),
+        (set_to("kind", pb.OUTPUT_KIND_MULTI_VECTOR), r"outputs\[0\].kind must be 'tokens'; was 'multi_vector'"),
         (lambda it: it.outputs.pop(), "the answer must have 1 outputs; had 0"),
         (lambda it: it.sequences.pop(), "the answer must have 2 sequences; had 1"),
     ],
@@ -94,6 +95,22 @@ def test_a_pooled_output_has_one_row_per_input() -> None:
     response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
     with pytest.raises(ProtocolError, match=r"lengths\[0\] must be 1; was 2"):
         decode_response(response, Options((Output("mean"),)), 2, describe=False)
+
+
+def test_rows_are_of_length_1_if_the_call_asks() -> None:
+    options = Options((Output(l2_normalize=True),))
+    response = good()
+    with pytest.raises(ProtocolError, match=r"outputs\[0\].l2_normalized must be True; was False"):
+        decode_response(response, options, 2, describe=False)
+    response.outputs[0].l2_normalized = True
+    decode_response(response, options, 2, describe=False)
+
+
+def test_the_pooling_of_the_model_has_any_kind() -> None:
+    response = response_of([np.ones((1, 3), np.float32)] * 2, 3)
+    response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
+    answer = decode_response(response, Options((Output("model"),)), 2, describe=False)
+    assert answer.kinds == [("mean", False)]
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
@@ -137,6 +154,15 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
+        merge_answers(list(enumerate(parts)), {}, 0.0, 2)
+
+
+def test_answers_of_one_call_have_one_width() -> None:
+    parts = [
+        decode_response(response_of([np.ones((2, width), np.float32)], width), Options(), 1, describe=False)
+        for width in (3, 4)
+    ]
+    with pytest.raises(ProtocolError, match=r"the answer must have 3 columns of outputs\[0\]; had 4"):
         merge_answers(list(enumerate(parts)), {}, 0.0, 2)
 
 

@@ -74,10 +74,10 @@ async def test_without_inputs_the_result_is_from_the_current_model(caller: Calle
     service.fingerprint = "new"
     assert (await caller(client.run, [])).fingerprint == "new"
     client = caller.connect(expected_fingerprint="mine")
-    with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has new"):
+    with pytest.raises(FingerprintError, match="^expected_fingerprint: mine is expected, but the answer has new"):
         await caller(client.run, [])
     service.space_id = ""
-    with pytest.raises(SpaceError, match="space_id mine is expected, but the answer has none"):
+    with pytest.raises(SpaceError, match="^expected_space_id: mine is expected, but the answer has none"):
         await caller(caller.connect(expected_space_id="mine").run, [])
 
 
@@ -112,6 +112,7 @@ async def test_a_refused_id_has_a_separate_error_class(
     with pytest.raises(error, match="'mine' is expected") as caught:
         await caller(client.token_vectors, TEXTS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+    assert caught.value.field == f"expected_{what}"
     assert len(service.requests) == 1
 
 
@@ -124,7 +125,7 @@ async def test_the_client_checks_ids_if_an_old_server_does_not(
     The client compares the expected value with the value in the reply, and raises an error.
     """
     client = caller.connect(**{f"expected_{what}": "mine"})
-    message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
+    message = f"^expected_{what}: mine is expected, but the answer has {getattr(service, what)[:4]}"
     for call in (client.token_vectors, client.embed, client.run):
         with pytest.raises(error, match=message):
             await caller(call, TEXTS)

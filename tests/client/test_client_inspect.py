@@ -287,6 +287,8 @@ def test_an_announced_size_allocates_no_memory() -> None:
         (lambda parts: parts.append(chunk(0, 1)), r"^tensors\[0\] .* 144 bytes: \(2, 2, 3, 3\) of float32; had 145$"),
         (lambda parts: parts.pop(), r"^tensors\[1\] must have 288 bytes: \(3, 3, 8\) of float32; had 200$"),
         (lambda parts: parts.pop(1), r"^tensors\[0\] must have 144 bytes: .*; had 44$"),
+        (lambda parts: setattr(parts[0].header.tensors[0], "kind", POSITIONS), r"kinds \[1, 2\]; were \[3, 2\]$"),
+        (lambda parts: parts[0].header.tensors[0].shape.extend([1] * 70), r"^tensors\[0\] must have a shape that"),
         (lambda parts: parts[0].header.sequence.tokens.pop(), "must have 3 tokens of a sequence; had 2$"),
     ],
 )  # fmt: skip
@@ -351,6 +353,20 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
     client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
     with pytest.raises(OverloadedError, match=r"^full \(sent 2 times\)$"):
         await caller(client.inspect, [5, 6, 7])
+
+
+async def test_layers_of_a_replaced_model_are_noticed(caller: Caller, service: FakeEncoder) -> None:
+    """The client remembers a model of 1 block, and then the server replaces the model by one of 2 blocks."""
+    service.model_info = pb.ModelInfo(n_layers=1)
+    client = caller.connect()
+    await caller(client.inspect, [5], attention=[0])
+    service.model_info = pb.ModelInfo()
+    for _ in range(2):
+        await caller(client.inspect, [5], attention=[1])
+    assert service.n_get_model == 2
+    with pytest.raises(InvalidInputError, match="^attention must be from 0 to 1; was 2$"):
+        await caller(client.inspect, [5], attention=[2])
+    assert service.n_get_model == 3
 
 
 async def test_concurrent_inspections(caller: Caller, service: FakeEncoder) -> None:

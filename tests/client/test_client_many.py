@@ -106,6 +106,16 @@ async def test_all_inputs_may_fail(caller: Caller) -> None:
     assert [type(it) for it in found] == [InvalidRequestError, InvalidInputError]
 
 
+async def test_a_bool_is_no_token_id(caller: Caller) -> None:
+    client = caller.connect()
+    text = r"^inputs\[1\]\[1\] must be an integer of 64 bits; was True$"
+    result = await caller(client.run, [[1], [1, True]])
+    [_, streamed] = await caller.all_of(client, [[1], [1, True]])
+    for error in (result.errors[1], streamed):
+        with pytest.raises(InvalidInputError, match=text):
+            raise error
+
+
 async def test_the_error_of_a_call_has_the_index(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect()
@@ -159,6 +169,11 @@ async def test_the_detail_of_sequences_suits_the_method(caller: Caller, service:
     for wrong in ({"detail": "all"}, {"offset_unit": "tokens"}):
         with pytest.raises(InvalidInputError, match=f"{next(iter(wrong))} must be one of"):
             await caller(client.run, ["a"], **wrong)
+
+
+async def test_texts_to_tokenize_share_messages_of_any_number_of_tokens(caller: Caller, service: FakeEncoder) -> None:
+    await caller(caller.connect().tokenize, ["a " * 60] * 200)
+    assert [len(it.texts) for it in service.tokenize_requests] == [200]
 
 
 async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
@@ -287,7 +302,9 @@ async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, se
 
 
 async def test_an_expected_fingerprint_is_named_by_tokenize(caller: Caller) -> None:
-    with pytest.raises(encserve_client.FingerprintError, match="^fingerprint e{16} is expected, but the answer has f"):
+    with pytest.raises(
+        encserve_client.FingerprintError, match="^expected_fingerprint: e{16} is expected, but the answer has f"
+    ):
         await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
 
 
@@ -298,6 +315,8 @@ async def test_an_expected_fingerprint_is_named_by_tokenize(caller: Caller) -> N
         ("stream", [{"input_ids": [1]}], {}, "inputs must be a list of inputs; was dict"),
         ("embed_spans", ["a", None], {}, r"spans must be a list of \(start, end\); was NoneType"),
         ("run", [["a"]], {"outputs": None}, "outputs must be a list; was NoneType"),
+        ("embed", [[[1, True]]], {}, r"inputs\[0\]\[1\] must be an integer of 64 bits; was True"),
+        ("inspect", [[1, True]], {}, r"input\[1\] must be an integer of 64 bits; was True"),
     ],
 )
 async def test_wrong_types_are_the_clients_own_errors(

@@ -4,6 +4,8 @@ The messages contain every input once and in order, and each message is within t
 """
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,6 +94,27 @@ def test_halving_a_message_loses_no_input(inputs: list[Input]) -> None:
     assert [leaf.first_index for leaf in found] == list(range(len(inputs)))
 
 
+HALVING = """
+import resource
+from encserve_client._logic.planning import Message
+from encserve_proto.v1 import encoder_pb2 as pb
+
+message = Message(pb.EncodeRequest())
+for _ in range(32):
+    message.request.inputs.add().text = "x" * 2**20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+halves = message.halves()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.system
+def test_a_half_of_a_message_copies_only_its_own_inputs() -> None:
+    """The message has texts of 32 MiB. The halves together take little more."""
+    done = subprocess.run([sys.executable, "-c", HALVING], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 40 * 1024
+
+
 def test_messages_are_made_one_at_a_time() -> None:
     """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
     limits = Limits(1, 2**31, 2**31, 512)
@@ -161,7 +184,7 @@ def test_wrong_inputs_are_refused(inputs: object, text: str) -> None:
     assert caught.value.attempts == 0
 
 
-@pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
+@pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None], [1, True], [np.True_]])
 def test_a_value_that_protobuf_cannot_hold_is_refused(item: Input) -> None:
     with pytest.raises(
         InvalidInputError,

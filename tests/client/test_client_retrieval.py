@@ -89,16 +89,16 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
 @pytest.mark.parametrize(
     ("lacking", "options", "problem"),
     [
-        ({}, {"kind": "sparse"}, "kind='sparse': model tiny has the kinds 'vector'"),
-        ({}, {"kind": "multi_vector"}, "kind='multi_vector': model tiny has the kinds 'vector'"),
+        ({}, {"kind": "sparse"}, "kind 'sparse': model tiny has the kinds 'vector'"),
+        ({}, {"kind": "multi_vector"}, "kind 'multi_vector': model tiny has the kinds 'vector'"),
         (
             {"sparse_width": 9},
             {},
             "kind: model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
             "these kinds, or a pooling such as 'mean'",
         ),
-        ({}, {"prompt_name": "x"}, "prompt_name='x': model tiny has the prompts 'p', 'q'"),
-        ({}, {"task": "query"}, "task='query': model tiny has no tasks"),
+        ({}, {"prompt_name": "x"}, "prompt_name 'x': model tiny has the prompts 'p', 'q'"),
+        ({}, {"task": "query"}, "task 'query': model tiny has no tasks"),
         ({}, {"dimensions": 9}, "dimensions must be at most 8, the width of model tiny; was 9"),
         (
             {"default_dimensions": 4},
@@ -123,12 +123,12 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
         (
             {"sparse_width": 9},
             {"kind": "sparse", "dtype": "int8"},
-            "dtype='int8': 'sparse' has the types 'float32', 'float16'",
+            "dtype 'int8': 'sparse' has the types 'float32', 'float16'",
         ),
         (
             {"multi_vector_width": 4},
             {"kind": "multi_vector", "dtype": "binary"},
-            "dtype='binary': 'multi_vector' has the types 'float32', 'float16', 'int8'",
+            "dtype 'binary': 'multi_vector' has the types 'float32', 'float16', 'int8'",
         ),
     ],
 )
@@ -175,17 +175,18 @@ def test_an_unknown_task() -> None:
         Options(task="passage")  # type: ignore[arg-type]
 
 
-def test_indices_of_the_wrong_length() -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_indices_of_the_wrong_length(count: int) -> None:
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_SPARSE,
         data_type=pb.DATA_TYPE_FLOAT32,
         width=1,
         lengths=[2],
         data=bytes(8),
-        indices=bytes(4),
+        indices=bytes(4 * count),
     )
     response = pb.EncodeResponse(outputs=[tensor], sequences=[pb.SequenceInfo(token_count=3)])
-    with pytest.raises(ProtocolError, match=r"must have 8 outputs\[0\].indices; had 4"):
+    with pytest.raises(ProtocolError, match=rf"must have 8 outputs\[0\].indices; had {4 * count}"):
         decode_response(response, Options((Output("sparse"),)), 1, describe=False)
 
 

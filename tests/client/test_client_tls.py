@@ -29,6 +29,7 @@ from encserve_client import (
 from encserve_client._grpc import channel as channels
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._logic.failures import Failure
+from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -212,10 +213,12 @@ async def test_changed_files_are_read_again(
     caller = Caller(kind)
     tls = Tls(ca=mount.ca, cert=mount.pair.cert, key=mount.pair.key)
     client = caller.connect(target=await start(made.server, made.ca), tls=tls, retry=ONCE)
+    raw = client.raw_method("GetModel")
     with pytest.raises(ServerUnavailableError, match="refuses the client certificate"):
         await caller(client.models)
     for pair in (made.client, Pair(made.server.cert, made.client.key)):
         mount.put(pair, made.ca)
+        assert pb.GetModelResponse.FromString(await caller(raw, b"", timeout=30)).model.name == "tiny"
         assert len(await caller(client.models)) == 1
     assert (
         len(client._connections if kind == "async" else client._closers) == 1

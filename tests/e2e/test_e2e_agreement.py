@@ -90,7 +90,7 @@ def test_golden_checkpoints_return_the_stored_rows_for_vectors(tmp_path: Path, e
             assert states is not None
             assert worst_relative_error(states[-1], want[0]) <= PYTORCH
             assert client.model(model).input_kind == "embeddings"
-        with pytest.raises(InvalidRequestError, match=f"model {model} takes embeddings only"):
+        with pytest.raises(InvalidRequestError, match=f"model {model} takes vectors only"):
             client.token_vectors([[1, 2]], model=model)
 
 
@@ -112,5 +112,5 @@ def test_a_text_has_at_most_max_seq_length_tokens(client: EncoderClient) -> None
     assert (info.token_count, info.original_token_count, info.truncated) == (256, 1002, True)
     assert info.token_ids is not None
     assert (info.token_ids[0], info.token_ids[-1]) == (101, 102)
-    with pytest.raises(InvalidRequestError, match=r"takes token ids or text; it was not exported for embeddings"):
+    with pytest.raises(InvalidRequestError, match=r"must be a text or token ids, because model .* takes no vectors"):
         client.token_vectors([np.ones((2, 384), np.float32)])

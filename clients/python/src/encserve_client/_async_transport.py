@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
-from encserve_client._base import BaseClient
+from encserve_client._base import BaseClient, trim_traceback
 from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
@@ -55,21 +55,30 @@ class AsyncTransport(BaseClient):
         try:
             return await call
         except EncserveError as error:
-            raise error.with_traceback(None) from None  # keeps the caller's traceback short
+            trim_traceback(error)
+            raise
 
     def _iterate(self, results: Results[R]) -> Results[R]:
         return results
 
     def _wire(self, inputs: AsyncIterable[Input] | None = None) -> AsyncWire:
         self._check_open()
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise InvalidInputError("the client belongs to the event loop of its first call: make one client per loop")
-        self._loop = loop
+        self._check_loop()
         metadata = with_trace(self._metadata)
         wire = AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)
         self._wires.add(wire)
         return wire
+
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidInputError("the client belongs to the event loop of its first call: make one client per loop")
+        self._loop = loop
+
+    async def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:
+        self._check_loop()
+        connection = self._current_connection()  # the reference keeps the channel open
+        return await connection.channel.unary_unary(path)(request, metadata=with_trace(self._metadata), **options)
 
     def _current_connection(self) -> Connection:
         """Return the connection for a new call. gRPC closes a channel without references."""

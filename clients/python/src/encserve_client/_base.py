@@ -16,7 +16,7 @@ from encserve_client._grpc.channel import (
     channel_options,
 )
 from encserve_client._grpc.diagnosis import Diagnosis
-from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key, with_trace
+from encserve_client._grpc.metadata import MetadataArgument, call_metadata, has_bearer_key
 from encserve_client._grpc.proxy import proxy_of
 from encserve_client._grpc.target import as_target, has_several_addresses, is_local
 from encserve_client._logic.answers import ExpectedIds
@@ -24,7 +24,7 @@ from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
-from encserve_client.exceptions import ClientClosedError, InvalidInputError
+from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
 from encserve_client.inputs import (
     Input,
     SpanInput,
@@ -32,6 +32,7 @@ from encserve_client.inputs import (
     check_inputs,
     check_iterable,
     check_spans,
+    check_texts,
     read_inputs,
 )
 from encserve_client.options import (
@@ -188,16 +189,19 @@ class BaseClient:
         return self._target
 
     def raw_method(self, rpc: str) -> Callable[..., Any]:
-        """Return the gRPC method of an RPC such as "Encode". The method takes and returns serialized messages.
+        """Return a function that calls an RPC of the service, such as "Encode", with serialized messages.
 
-        For programs that measure or forward calls. The client does not check, split or retry these messages. The method
-        has gRPC's argument `timeout`, in seconds, and raises gRPC's errors.
+        For programs that measure or forward calls: nothing is checked, split or sent again. The function takes the
+        request and the `timeout` in seconds, and returns the reply. Each call uses the present certificates.
+
+        Args:
+            rpc: An RPC with one reply: every RPC except "Inspect".
 
         Raises:
-            ClientClosedError: The client is closed.
+            ClientClosedError: The client is closed. The function raises this error too, and `grpc.RpcError`.
         """
-        method = self._current_connection().channel.unary_unary(f"/{SERVICE_NAME}/{rpc}")
-        return functools.partial(method, metadata=with_trace(self._metadata))
+        self._check_open()
+        return functools.partial(self._call_raw, f"/{SERVICE_NAME}/{rpc}")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -206,6 +210,10 @@ class BaseClient:
     def _check_open(self) -> None:
         if self._closed:
             raise ClientClosedError
+
+    def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:
+        """Send one serialized message to the RPC at `path`. Subclasses override this method."""
+        raise NotImplementedError
 
     def _current_connection(self) -> Connection:
         """Return the connection for a new call, with the current certificates."""
@@ -263,9 +271,8 @@ class BaseClient:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        items, is_one = read_inputs(texts)
-        for index, item in enumerate(items):
-            check_type(f"texts[{index}]", item, str, "a str")
+        items, is_one = read_inputs(texts, "texts")
+        check_texts(items)
         check_function("progress", progress)
         if not items:
             return []
@@ -328,6 +335,17 @@ class BaseClient:
             wire, iterator = self._wire(), iter(items)
         stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
         return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
+
+
+def trim_traceback(error: EncserveError) -> None:
+    """Remove the frames before the first frame outside this library, so that a traceback ends soon after the call.
+
+    Only an error of the caller's code has such a frame: of an iterable, or of a function such as `progress`.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals["__name__"].partition(".")[0] == __package__:
+        frames = frames.tb_next
+    error.__traceback__ = frames
 
 
 def check_function(name: str, function: F) -> F:

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 
-from encserve_client._base import BaseClient
+from encserve_client._base import BaseClient, trim_traceback
 from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
@@ -58,7 +58,8 @@ class SyncTransport(BaseClient):
         try:
             return run_without_loop(call)
         except EncserveError as error:
-            raise error.with_traceback(None) from None  # keeps the caller's traceback short
+            trim_traceback(error)
+            raise
 
     def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
         try:
@@ -80,6 +81,10 @@ class SyncTransport(BaseClient):
         with self._lock:
             self._wires.add(wire)
         return wire
+
+    def _call_raw(self, path: str, request: bytes, **options: Any) -> Any:
+        connection = self._current_connection()  # the reference keeps the channel open
+        return connection.channel.unary_unary(path)(request, metadata=with_trace(self._metadata), **options)
 
     def _open(self) -> Connection:
         """Create a channel. The channel connects when the first call uses it."""

@@ -71,9 +71,9 @@ class EncoderClient(SyncTransport):
             Another fingerprint raises FingerprintError. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
             Another space raises SpaceError. Default: any.
-        on_outage: A function that gets an `Outage`. The client calls the function half a second after the first
-            failure, and again when the server answers. The function runs in the thread of any current call. An
-            exception of `on_outage` ends the call.
+        on_outage: A function that gets an `Outage`. A call that waits for an unavailable server calls the function half
+            a second after the first failure, and again when the server answers. An exception of `on_outage` ends the
+            call.
         channel_arguments: gRPC channel arguments by name. They override the arguments of the library.
 
     Raises:

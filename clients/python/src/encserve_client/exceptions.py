@@ -21,7 +21,8 @@
     ├── CallCancelledError                  the call was cancelled, but not by the caller
     └── ClientClosedError (RuntimeError)    the client was closed
 
-`grpc.RpcError` never leaves the library. A cancelled asyncio task still raises `asyncio.CancelledError`.
+No method raises `grpc.RpcError`, except the functions of `raw_method`. A cancelled asyncio task still raises
+`asyncio.CancelledError`.
 """
 
 import grpc

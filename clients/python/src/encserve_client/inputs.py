@@ -1,14 +1,14 @@
 """Checks of the caller's inputs, and their conversion to protobuf messages."""
 
 import math
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._arguments import as_int
+from encserve_client._arguments import as_int, check_type
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.options import UNITS, SpanUnit
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -47,8 +47,8 @@ _WIRE_TYPES: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 }
 
 
-def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
-    """Read all inputs, without a check of each input.
+def read_inputs(inputs: Iterable[Input], name: str = "inputs") -> tuple[list[Input], bool]:
+    """Read all inputs of the argument `name`, without a check of each input.
 
     Returns:
         The inputs, and whether `inputs` was a single text.
@@ -58,11 +58,10 @@ def read_inputs(inputs: Iterable[Input]) -> tuple[list[Input], bool]:
     """
     if isinstance(inputs, str):
         return [inputs], True
-    check_iterable(inputs)
+    check_iterable(inputs, name)
     if not isinstance(inputs, Iterable):
         raise InvalidInputError(
-            f"must be a list of inputs; was {type(inputs).__name__}: only `stream` takes async iterables",
-            field="inputs",
+            f"must be a list of inputs; was {type(inputs).__name__}: only `stream` takes async iterables", field=name
         )
     return list(inputs), False
 
@@ -73,16 +72,29 @@ def check_inputs(inputs: Sequence[Input]) -> None:
     Raises:
         InvalidInputError: An input has the wrong type.
     """
-    for index, item in enumerate(inputs):
+    _check_each(inputs, lambda index, item: check_input(item, f"inputs[{index}]"))
+
+
+def check_texts(texts: Sequence[object]) -> None:
+    """Check that each item is a text, before anything is sent.
+
+    Raises:
+        InvalidInputError: An item is not a text.
+    """
+    _check_each(texts, lambda index, item: check_type(f"texts[{index}]", item, str, "a str"))
+
+
+def _check_each(items: Sequence[object], check: Callable[[int, object], object]) -> None:
+    for index, item in enumerate(items):
         try:
-            check_input(item, f"inputs[{index}]")
+            check(index, item)
         except InvalidInputError as error:
             error.index = index
             raise
 
 
-def check_iterable(inputs: object) -> None:
-    """Check that `inputs` is an iterable of inputs.
+def check_iterable(inputs: object, name: str = "inputs") -> None:
+    """Check that `inputs`, the argument `name`, is an iterable of inputs.
 
     Raises:
         InvalidInputError: `inputs` is not iterable, or is bytes, or is one sequence of vectors.
@@ -90,14 +102,14 @@ def check_iterable(inputs: object) -> None:
     if isinstance(inputs, bytes | bytearray):
         raise InvalidInputError(
             f"must be a str or a list of inputs; was {type(inputs).__name__}: decode the bytes",
-            field="inputs",
+            field=name,
         )
     # Iteration over a dict, such as a tokenizer's result, would encode the keys.
     is_scalar = isinstance(inputs, np.ndarray) and inputs.ndim == 0
     if not isinstance(inputs, Iterable | AsyncIterable) or isinstance(inputs, Mapping | Set) or is_scalar:
-        raise InvalidInputError(f"must be a list of inputs; was {type(inputs).__name__}", field="inputs")
+        raise InvalidInputError(f"must be a list of inputs; was {type(inputs).__name__}", field=name)
     if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
-        raise InvalidInputError("must be a list of inputs; for one sequence of vectors pass [array]", field="inputs")
+        raise InvalidInputError("must be a list of inputs; for one sequence of vectors pass [array]", field=name)
 
 
 def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -150,7 +162,7 @@ def pack_input(item: Input | SpanInput, name: str) -> pb.Input:
             infinity in the type on the wire.
     """
     if isinstance(item, SpanInput):
-        packed = pack_input(item.input, name)
+        packed = pack_input(item.input, "text")
         packed.spans.CopyFrom(pb.Spans(unit=UNITS[item.unit], starts=item.spans[0], ends=item.spans[1]))
         return packed
     if isinstance(item, np.ndarray) and item.ndim == 2:
@@ -175,8 +187,12 @@ def _check_unicode(text: str, name: str) -> str:
     return text
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int | np.integer) and -(2**63) <= int(value) < 2**63
+def _is_id(value: Any) -> bool:
+    try:
+        pb.TokenIds(ids=[value])
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_array(array: npt.NDArray[Any], name: str) -> None:

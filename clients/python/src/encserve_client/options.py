@@ -153,9 +153,7 @@ class Output:
             raise InvalidInputError(f"must be >= 1; was {self.pool_factor}", field="pool_factor")
         for name, kind in _KIND_OF_ARGUMENT.items():
             if getattr(self, name) is not None and self.kind not in (kind, kind_number(kind)):
-                raise InvalidInputError(
-                    f"must be left out, because it is for kind={kind!r}; kind is {self.kind!r}", field=name
-                )
+                raise InvalidInputError(f"must be left out, because it is only for kind={kind!r}", field=name)
 
     @property
     def is_pooled(self) -> bool:

@@ -1,7 +1,10 @@
 """The results of calls: frozen dataclasses with NumPy arrays."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -162,17 +165,21 @@ class EncodedOutput:
 
     def _block_of(self, index: int) -> Block:
         if (error := self.errors.get(index)) is not None:
-            raise error
-        place = index
-        for block in self.blocks:
-            if 0 <= place < len(block.lengths):
-                return block.of_input(place)
-            place -= len(block.lengths)
-        raise IndexError(f"index must be from 0 to {index - place - 1}; was {index}")
+            raise error.with_traceback(None)  # otherwise each raise would add frames to the stored error
+        starts = self._starts
+        if not 0 <= index < starts[-1]:
+            raise IndexError(f"index must be from 0 to {starts[-1] - 1}; was {index}")
+        place = bisect_right(starts, index) - 1
+        return self.blocks[place].of_input(index - starts[place])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The index of the first input of each block, and the number of inputs."""
+        return list(accumulate((len(block.lengths) for block in self.blocks), initial=0))
 
     def _check_complete(self) -> None:
         for error in self.errors.values():
-            raise error
+            raise error.with_traceback(None)
 
     def _check_sparse(self) -> None:
         if self.kind != "sparse":

@@ -29,7 +29,7 @@ class Outage:
 OnOutage = Callable[[Outage], None]
 """A function that is called when an outage begins and when the outage is over.
 
-The function runs in the thread of any current call.
+Each call reports its own outages, in its own thread.
 """
 
 

@@ -58,10 +58,8 @@ class Diagnosis:
         if self._last is None or time.monotonic() - self._last[0] > _REMEMBER_SECONDS:
             cause = self._cause()
             self._last = time.monotonic(), cause
-        cause = self._last[1]
-        if self._proxy is not None:
-            cause = f"through the proxy {self._proxy}{': ' if cause else ''}{cause}"
-        return replace(failure, message=cause) if cause else failure
+        text = self._last[1] or failure.message
+        return replace(failure, message=text if self._proxy is None else f"through the proxy {self._proxy}: {text}")
 
     def _cause(self) -> str:
         """Return the cause, or "" if a server answers or the cause cannot be found."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,6 @@ from encserve_proto.v1 import encoder_pb2 as pb
 T = TypeVar("T", bound=np.generic)
 # Stands for the tokens of a failed input.
 _NO_TOKENS = SequenceInfo(0, 0, False, None, None, None, None)
-# Kinds whose rows may have indices. Merged vectors have no index.
-_INDEXED_KINDS = (pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE)
 # Old servers do not set this field. They take token ids.
 _INPUT_KINDS: dict[int, InputKind] = {
     pb.INPUT_KIND_UNSPECIFIED: "token_ids",
@@ -56,12 +55,19 @@ class ExpectedIds:
             FingerprintError: The answer has another fingerprint.
             SpaceError: The answer has another space id, or none.
         """
-        if self.fingerprint and self.fingerprint != answer.fingerprint:
-            raise FingerprintError(
-                f"fingerprint {self.fingerprint} is expected, but the answer has {answer.fingerprint}"
-            )
+        self.check_fingerprint(answer.fingerprint)
         if self.space_id and self.space_id != answer.space_id:
-            raise SpaceError(f"space_id {self.space_id} is expected, but the answer has {answer.space_id or 'none'}")
+            raise _mismatch(SpaceError, "expected_space_id", self.space_id, answer.space_id)
+
+    def check_fingerprint(self, fingerprint: str) -> None:
+        """Check the fingerprint of an answer that has no space id. Raise FingerprintError as `check` does."""
+        if self.fingerprint and self.fingerprint != fingerprint:
+            raise _mismatch(FingerprintError, "expected_fingerprint", self.fingerprint, fingerprint)
+
+
+def _mismatch(kind: type[EncserveError], field: str, expected: str, found: str) -> EncserveError:
+    text = f"{field}: {expected} is expected, but the answer has {found or 'none'}"
+    return kind(text, code=grpc.StatusCode.FAILED_PRECONDITION, field=field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     kinds, blocks = [], []
     for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
         name = f"outputs[{index}]"
+        _check_kind(tensor, output, name)
         kinds.append((kind_name(tensor.kind), tensor.l2_normalized))
         blocks.append(_block(tensor, options, n_inputs, name))
         if options.detail != "none" or output.is_pooled:
@@ -211,6 +218,13 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
     return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
 
 
+def _check_kind(tensor: pb.RaggedTensor, output: Output, name: str) -> None:
+    if output.kind != "model" and tensor.kind != output.number:  # "model" may have another kind with the same rows
+        raise ProtocolError(f"{name}.kind must be {output.kind!r}; was {kind_name(tensor.kind)!r}")
+    if output.l2_normalize and not tensor.l2_normalized:
+        raise ProtocolError(f"{name}.l2_normalized must be True; was False")
+
+
 def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
     """Return the rows of a tensor as a view on its bytes."""
     if tensor.data_type != options.data_type:
@@ -228,7 +242,8 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
     matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
-    if not tensor.indices and (rows or tensor.kind not in _INDEXED_KINDS):
+    has_indices = tensor.kind == pb.OUTPUT_KIND_SPARSE or (tensor.kind == pb.OUTPUT_KIND_MULTI_VECTOR and not rows)
+    if not tensor.indices and not has_indices:  # joined vectors have no indices
         return Block(matrix, lengths)
     _check_count(f"{name}.indices", len(tensor.indices), 4 * rows)
     return Block(matrix, lengths, np.frombuffer(tensor.indices, "<u4"))
@@ -275,11 +290,14 @@ def merge_answers(
 
     Raises:
         FingerprintError: The answers are from different bundles.
+        ProtocolError: The answers have rows of different widths.
     """
     first = found[0][1]
     answers = _with_failed_inputs(found, errors) if errors else [answer for _, answer in found]
     for answer in answers:
         check_fingerprint(first.fingerprint, answer.fingerprint)
+        for index, (block, like) in enumerate(zip(answer.blocks, first.blocks, strict=True)):
+            _check_count(f"columns of outputs[{index}]", block.rows.shape[1], like.rows.shape[1])
     outputs = tuple(
         EncodedOutput(
             kind,

@@ -4,6 +4,7 @@ import random as random_module
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
@@ -17,14 +18,26 @@ from encserve_client._logic.answers import (
     model_info,
     sequence_infos,
 )
-from encserve_client._logic.capabilities import capability_error
+from encserve_client._logic.capabilities import capability_error, input_errors
 from encserve_client._logic.dispatch import Dispatch, MessageSource, PlannedMessages, TimeLimit
-from encserve_client._logic.failures import ServerHistory
-from encserve_client._logic.inspecting import InspectAssembler, check_layers
-from encserve_client._logic.planning import Limits, Message, MessageBuilder, as_bulk, plan_messages
+from encserve_client._logic.failures import Outages, ServerHistory
+from encserve_client._logic.inspecting import InspectAssembler, layer_error
+from encserve_client._logic.planning import (
+    Limits,
+    Message,
+    MessageBuilder,
+    as_bulk,
+    plan_messages,
+    reply_bytes_per_token,
+)
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
-from encserve_client.exceptions import EncserveError, FingerprintError, InvalidInputError, ProtocolError
+from encserve_client.exceptions import (
+    EncserveError,
+    InvalidInputError,
+    InvalidRequestError,
+    ProtocolError,
+)
 from encserve_client.inputs import Input, SpanInput
 from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
@@ -89,12 +102,12 @@ class Core:
 
     Attributes:
         settings: The client's settings.
-        history: The state of the server: whether the server has ever answered, and whether an outage is going on.
+        history: Whether the server has ever answered.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.history = ServerHistory(settings.target, settings.on_outage)
+        self.history = ServerHistory()
         self._models: dict[ModelKey, ModelInfo] = {}
 
     async def encode(
@@ -117,15 +130,22 @@ class Core:
         expected = self.settings.expected
         async with aclosing(wire):
             # Without inputs, the result needs the model's description. A remembered description may be out of date.
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=bool(inputs))
+            known = self._models.get(key)
+            use_remembered = bool(inputs) and known is not None and not input_errors(known, inputs)
+            info = await self._model_for(
+                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
+            )
+            refused = input_errors(info, inputs)
+            if refused and not describe:
+                raise next(iter(refused.values()))
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, {}, wire.now() - started, 0)
-            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            limits = self._limits(info, options)
             template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
-                rejected: dict[int, EncserveError] | None = {} if describe else None
+                rejected = dict(refused) if describe else None
                 messages = plan_messages(inputs, template, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
@@ -176,8 +196,10 @@ class Core:
         async with aclosing(wire):
             # The width of a sparse vector comes from the model, so the description must be current.
             use_remembered = options.outputs[0].kind != "sparse"
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=use_remembered)
-            limits = Limits.of(info, self.settings.max_message_bytes, concurrent)
+            info = await self._model_for(
+                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
+            )
+            limits = self._limits(info, options)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
             source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), limits))
@@ -200,8 +222,9 @@ class Core:
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
         dispatch: Dispatch[InspectAssembler] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         async with aclosing(wire):
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
-            check_layers(request, info)
+            await self._model_for(
+                lambda info: capability_error(info, options) or layer_error(request, info), wire, key, time_limit
+            )
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
@@ -219,11 +242,11 @@ class Core:
         progress: Progress | None,
     ) -> list[SequenceInfo]:
         """Split the texts into messages, send the messages, and merge the answers."""
-        expected = self.settings.expected.fingerprint
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
-            info = await self._model_for(options, wire, key, time_limit, use_remembered=True)
-            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            info = await self._model_for(partial(capability_error, options=options), wire, key, time_limit)
+            # Only the model's computations limit the number of tokens.
+            limits = replace(self._limits(info, options), max_tokens=2**63)
 
             def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
                 return response.fingerprint, sequence_infos(response, message.n_inputs)
@@ -237,8 +260,7 @@ class Core:
                 if len(fingerprints) <= 1:
                     break
         for fingerprint in fingerprints:
-            if expected and fingerprint != expected:
-                raise FingerprintError(f"fingerprint {expected} is expected, but the answer has {fingerprint}")
+            self.settings.expected.check_fingerprint(fingerprint)
             check_fingerprint(min(fingerprints), fingerprint)
         return [info for _, (_, infos) in answers for info in infos]
 
@@ -286,21 +308,31 @@ class Core:
                 self._models.pop(key, None)
 
     async def _model_for(
-        self, options: Options, wire: Wire, key: ModelKey, time_limit: TimeLimit, *, use_remembered: bool
+        self,
+        error_of: Callable[[ModelInfo], InvalidRequestError | None],
+        wire: Wire,
+        key: ModelKey,
+        time_limit: TimeLimit,
+        *,
+        use_remembered: bool = True,
     ) -> ModelInfo:
-        """Return the model of a call with these options.
+        """Return the model of a call. `error_of` returns the error if a model does not support the call.
 
         Raises:
-            InvalidInputError: The call has more outputs than the model allows.
-            InvalidRequestError: The model lacks an output, the task or the prompt.
+            InvalidRequestError: The model does not support the call.
         """
         info = self._models.get(key) if use_remembered else None
-        if info is not None and capability_error(info, options) is None:
+        if info is not None and error_of(info) is None:
             return info
         info = await self._fetch_model(wire, key, time_limit)  # the server may have replaced the model
-        if (error := capability_error(info, options)) is not None:
+        if (error := error_of(info)) is not None:
             raise error
         return info
+
+    def _limits(self, info: ModelInfo, options: Options) -> Limits:
+        settings = self.settings
+        token_bytes = reply_bytes_per_token(info, options)
+        return Limits.of(info, settings.max_message_bytes, settings.max_concurrent_messages, token_bytes)
 
     async def _fetch_model(self, wire: Wire, key: ModelKey, time_limit: TimeLimit) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])
@@ -326,10 +358,10 @@ class Core:
             settings.retry,
             time_limit,
             settings.max_concurrent_messages,
+            Outages(self.history, settings.target, settings.on_outage),
             settings.random,
             settings.target,
             rejected,
-            self.history,
         )
 
 
@@ -349,12 +381,17 @@ async def exchange(
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
+        _check_failures(dispatch)
         dispatch.send(wire, rpc, may_block=True)
-        if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
-            raise dispatch.failure
+        _check_failures(dispatch)  # `send` records the messages whose time is over
         if dispatch.is_done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
         dispatch.record(event, decode, wire.now())
         if event is not None and progress is not None:
             progress(dispatch.n_finished, n_inputs)
+
+
+def _check_failures(dispatch: Dispatch[Any]) -> None:
+    if dispatch.failure is not None and dispatch.failed_in_a_row >= _MOST_FAILED_IN_A_ROW:
+        raise dispatch.failure

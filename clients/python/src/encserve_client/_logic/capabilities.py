@@ -1,10 +1,14 @@
 """Check that a model supports the options of a call."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from encserve_client.exceptions import InvalidInputError, InvalidRequestError
+import grpc
+import numpy as np
+
+from encserve_client.exceptions import EncserveError, InvalidInputError, InvalidRequestError
+from encserve_client.inputs import SpanInput
 from encserve_client.options import DType, Options
 from encserve_client.results import ModelInfo
 
@@ -24,7 +28,34 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
             field="outputs",
         )
     field, problem = next(_problems(info, options), ("", ""))
-    return InvalidRequestError(f"{field}{problem}", field=field) if field else None
+    if not field:
+        return None
+    return InvalidRequestError(f"{field}{problem}", code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
+
+
+def input_errors(info: ModelInfo, inputs: Sequence[object]) -> dict[int, EncserveError]:
+    """Return the error of each input of a kind that the model does not take, by index."""
+    errors: dict[int, EncserveError] = {}
+    for index, item in enumerate(inputs):
+        if problem := _problem_of_input(info, item.input if isinstance(item, SpanInput) else item):
+            field = "text" if isinstance(item, SpanInput) else f"inputs[{index}]"
+            text = f"{field} {problem}"
+            errors[index] = error = InvalidRequestError(text, code=grpc.StatusCode.INVALID_ARGUMENT, field=field)
+            error.index = index
+    return errors
+
+
+def _problem_of_input(info: ModelInfo, item: object) -> str:
+    is_vectors = isinstance(item, np.ndarray) and item.ndim == 2
+    if info.input_kind == "embeddings" and not is_vectors:
+        return f"must be an array of vectors, because model {info.name} takes vectors only"
+    if info.input_kind == "token_ids" and is_vectors:
+        return f"must be a text or token ids, because model {info.name} takes no vectors"
+    if info.input_kind == "embeddings" and isinstance(item, np.ndarray) and item.shape[1] != info.d_model:
+        return f"must have {info.d_model} columns (d_model of model {info.name}); had {item.shape[1]}"
+    if isinstance(item, str) and not info.has_tokenizer:
+        return f"must be token ids, because model {info.name} has no tokenizer"
+    return ""
 
 
 def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
@@ -38,11 +69,11 @@ def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
                 "one of these kinds, or a pooling such as 'mean'",
             )
         if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
-            yield "kind", f"={output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
+            yield "kind", f" {output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
     if options.task is not None and options.task not in info.tasks:
-        yield "task", f"={options.task!r}: {model} has {_listed(info.tasks, 'tasks')}"
+        yield "task", f" {options.task!r}: {model} has {_listed(info.tasks, 'tasks')}"
     if options.prompt_name and options.prompt_name not in info.prompts:
-        yield "prompt_name", f"={options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
+        yield "prompt_name", f" {options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
     yield from _problems_of_numbers(info, options)
 
 
@@ -50,7 +81,7 @@ def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[st
     for output in options.outputs:
         allowed = _DTYPES.get(output.kind, get_args(DType))
         if options.dtype not in allowed:
-            yield "dtype", f"={options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
+            yield "dtype", f" {options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
         if output.dimensions is None or isinstance(output.kind, int):
             continue
         if output.kind == "sparse":

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from encserve_client._logic.failures import CallInfo, Failure, ServerHistory, seconds_until_retry
+from encserve_client._logic.failures import CallInfo, Failure, Outages, seconds_until_retry
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, Rpc, Wire
 from encserve_client.exceptions import DeadlineError, EncserveError
@@ -130,10 +130,10 @@ class Dispatch(Generic[R]):
         policy: RetryPolicy,
         limit: TimeLimit,
         max_concurrent: int,
+        outages: Outages,
         random: Callable[[], float] = random_module.random,
         target: str = "",
         rejected: dict[int, EncserveError] | None = None,
-        history: ServerHistory | None = None,
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.rejected = rejected
@@ -150,7 +150,7 @@ class Dispatch(Generic[R]):
         self._max_concurrent = max_concurrent
         self._random = random
         self._call = CallInfo(target, limit.seconds)
-        self._history = history or ServerHistory()
+        self._outages = outages
         self._n_in_flight = 0
         self._held_up: set[int] = set()  # ids of messages whose last attempt met an outage or a full server
 
@@ -216,7 +216,7 @@ class Dispatch(Generic[R]):
     def _record_answer(self, message: Message, answer: R) -> None:
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
-        self._history.record_answer()
+        self._outages.record_answer()
         self.failed_in_a_row = 0
         self._n_answered += message.n_inputs
         self.answers.append((message.first_index, answer))
@@ -225,7 +225,7 @@ class Dispatch(Generic[R]):
         """Split the message, retry, reject inputs, or end the call."""
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
-        is_outage = self._history.is_outage(failure)
+        is_outage = self._outages.is_outage(failure)
         if failure.is_too_large:
             self.saw_too_large = True
             if halves := message.halves():
@@ -238,20 +238,25 @@ class Dispatch(Generic[R]):
                 self._held_up.add(id(message))
             message.last_failure = failure.message
             if is_outage:
-                self._history.record_retry(now, seconds_left)
+                self._outages.record_retry(now, seconds_left)
             self._outbox.push_later(now + wait, message)
             return
         position = failure.input_at_fault(message.n_inputs)
         if self.rejected is not None and position is not None:
             index = message.first_index + position
-            self.rejected[index] = failure.to_exception(message.attempts, message.first_index, self._call)
+            self.rejected[index] = self._exception(message, failure)
             self._outbox.push_first(message.without(position))
             return
         is_end_of_call = failure.code is _TOO_LATE and self._limit.ends is not None
         self._give_up(
             message,
-            lambda: failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs),
+            lambda: self._exception(message, failure),
             affects_one_message=failure.affects_one_message and not is_end_of_call,
+        )
+
+    def _exception(self, message: Message, failure: Failure) -> EncserveError:
+        return failure.to_exception(
+            message.attempts, message.first_index, self._call, message.n_inputs, message.arguments
         )
 
     def _deadline_clock(self, now: float) -> float:

@@ -2,7 +2,6 @@
 
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,12 @@ _REPORT_SECONDS = 0.5
 # The start of the server's text if one input caused the failure.
 _INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # The start of the server's text if one field of the request is wrong.
-_FIELD = re.compile(r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task)\b[\w.\[\]]*(?=: )")
+_FIELD = re.compile(
+    r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task|expected_fingerprint|expected_space_id)\b"
+    r"[\w.\[\]]*(?=: )"
+)
 # Parts of the server's field names that the names of arguments lack, and fields that have another argument name.
-_INNER = re.compile(r"^options\.(?:outputs\[0\]\.)?|^inputs\[0\]\.(?=spans)|\.(?:text|token_ids|ids|embeddings|data)\b")
+_INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
@@ -137,6 +139,7 @@ class Failure:
         first_index: int = 0,
         call: CallInfo = CallInfo(),
         n_inputs: int = 2**31,
+        arguments: Iterable[tuple[str, str]] = (),
     ) -> errors.EncserveError:
         """Return the exception for the caller.
 
@@ -147,6 +150,7 @@ class Failure:
             call: The call of the message.
             n_inputs: Number of inputs of the message, if known. If the message has one input and is too large, that
                 input caused the failure.
+            arguments: The beginnings of fields, each with the beginning of the argument; see `Message.arguments`.
         """
         if self.is_too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
@@ -155,6 +159,10 @@ class Failure:
         text, field = self._text(attempts, first_index, call), ""
         if found := _FIELD.match(text):
             field = _INNER.sub("", found[0])
+            for begin, argument in arguments:
+                if field.startswith(begin):
+                    field = argument + field.removeprefix(begin)
+                    break
             field = _ARGUMENTS.get(field, field)
             text = f"{field}{text[found.end() :]}"
         error = kind.__new__(kind)
@@ -219,41 +227,47 @@ class ServerHistory:
         server_seen: Whether the server has ever answered.
     """
 
-    def __init__(self, target: str = "", on_outage: OnOutage | None = None) -> None:
+    def __init__(self) -> None:
         self.server_seen = False
+
+
+class Outages:
+    """The outages that one call meets. Each call reports for itself, so a report never comes after the next report."""
+
+    def __init__(self, history: ServerHistory, target: str, on_outage: OnOutage | None) -> None:
+        self._history = history
         self._target = target
         self._on_outage = on_outage
-        self._lock = threading.Lock()
         self._away_since: float | None = None
         self._is_reported = False
 
     def is_outage(self, failure: Failure) -> bool:
         """Record a failure. Return whether a server that has answered before is unavailable."""
+        history = self._history
         if failure.code is grpc.StatusCode.UNAVAILABLE:
-            self.server_seen = self.server_seen or bool(failure.reason)  # only the server itself gives a reason
-            return self.server_seen
+            history.server_seen = history.server_seen or bool(failure.reason)  # only the server itself gives a reason
+            return history.server_seen
         if failure.reason:
             self.record_answer()
         return False
 
     def record_retry(self, now: float, seconds_left: float) -> None:
         """Record that a message is sent again during an outage. Report an outage once, after `_REPORT_SECONDS`."""
-        with self._lock:
-            self._away_since = now if self._away_since is None else self._away_since
-            if self._is_reported or now - self._away_since < _REPORT_SECONDS:
-                return
+        self._away_since = now if self._away_since is None else self._away_since
+        if not self._is_reported and now - self._away_since >= _REPORT_SECONDS:
             self._is_reported = True
-        if self._on_outage is not None:
-            self._on_outage(Outage(self._target, seconds_left))
+            self._report(Outage(self._target, seconds_left))
 
     def record_answer(self) -> None:
         """Record an answer. Report the end of an outage."""
-        self.server_seen = True
-        with self._lock:
-            was_reported = self._is_reported
-            self._away_since, self._is_reported = None, False
-        if was_reported and self._on_outage is not None:
-            self._on_outage(Outage(self._target, 0.0, is_over=True))
+        self._history.server_seen = True
+        was_reported, self._away_since, self._is_reported = self._is_reported, None, False
+        if was_reported:
+            self._report(Outage(self._target, 0.0, is_over=True))
+
+    def _report(self, outage: Outage) -> None:
+        if self._on_outage is not None:
+            self._on_outage(outage)
 
 
 def is_retryable(failure: Failure) -> bool:
@@ -281,7 +295,7 @@ def seconds_until_retry(
         attempts: How often the message was sent, at least 1.
         remaining_seconds: The time until the deadline of the message.
         random: Returns uniform random numbers from [0, 1).
-        is_outage: See `ServerHistory.is_outage`.
+        is_outage: See `Outages.is_outage`.
     """
     if attempts >= policy.max_attempts or not is_retryable(failure):
         return None

@@ -8,7 +8,7 @@ from encserve_client._arguments import as_int
 from encserve_client._logic.answers import sequence_info
 from encserve_client.exceptions import InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, check_input, pack_input
-from encserve_client.options import Layers, Options, numpy_dtype
+from encserve_client.options import Array, Layers, Options, numpy_dtype
 from encserve_client.results import InspectResult, ModelInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -17,7 +17,7 @@ _ATTENTION, _HIDDEN, _POSITIONS = (
     pb.INSPECT_KIND_HIDDEN_STATES,
     pb.INSPECT_KIND_POSITIONS,
 )
-_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; `check_layers` compares with the model
+_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; `layer_error` compares with the model
 
 
 def inspect_request(
@@ -71,14 +71,15 @@ def _pack_one(item: Input) -> pb.Input:
     return pack_input(check_input(item, "input"), "input")
 
 
-def check_layers(request: pb.InspectRequest, info: ModelInfo) -> None:
-    """Raise InvalidInputError if the request has a layer that the model does not have."""
+def layer_error(request: pb.InspectRequest, info: ModelInfo) -> InvalidInputError | None:
+    """Return the error if the request has a layer that the model does not have, or None."""
     for tensor in request.tensors:
         name, most = "attention", info.n_layers - 1
         if tensor.kind == pb.INSPECT_KIND_HIDDEN_STATES:
             name, most = "hidden_states", info.n_layers
         if info.n_layers and tensor.layers and tensor.layers[-1] > most:
-            raise InvalidInputError(f"must be from 0 to {most}; was {tensor.layers[-1]}", field=name)
+            return InvalidInputError(f"must be from 0 to {most}; was {tensor.layers[-1]}", field=name)
+    return None
 
 
 def _layers(name: str, selection: Layers) -> list[int] | None:
@@ -113,6 +114,7 @@ class InspectAssembler:
 
     def __init__(self, request: pb.InspectRequest) -> None:
         self._dtype = numpy_dtype(request.data_type)
+        self._kinds = [tensor.kind for tensor in request.tensors]
         self._header = pb.InspectHeader()
         self._data: list[bytearray] = []  # one for each tensor; arrays over a bytearray are writable
         self._error: ProtocolError | None = None
@@ -135,8 +137,8 @@ class InspectAssembler:
         """Return the result. See `Timings` for `total_seconds` and `attempts`.
 
         Raises:
-            ProtocolError: The answer has more or fewer bytes than its header announces. The error message has the
-                numbers.
+            ProtocolError: The answer has more or fewer bytes than its header announces, or not the tensors of the
+                request. The error message has the numbers.
         """
         header, seconds = self._header, self._header.timings
         for index, data in enumerate(self._data):
@@ -146,11 +148,10 @@ class InspectAssembler:
             raise self._error
         if not self._data:
             raise ProtocolError("the answer to Inspect must have a header with tensors; had none")
+        if (kinds := [tensor.kind for tensor in header.tensors]) != self._kinds:
+            raise ProtocolError(f"the answer's tensors must be of the kinds {self._kinds}; were {kinds}")
         layers = {tensor.kind: tuple(tensor.layers) for tensor in header.tensors}
-        arrays = {
-            tensor.kind: np.frombuffer(data, self._dtype).reshape(tuple(tensor.shape))
-            for tensor, data in zip(header.tensors, self._data, strict=True)
-        }
+        arrays = {tensor.kind: self._array(index) for index, tensor in enumerate(header.tensors)}
         return InspectResult(
             model=header.model,
             version=header.model_version,
@@ -166,6 +167,13 @@ class InspectAssembler:
                 seconds.tokenize_seconds, seconds.queue_seconds, seconds.compute_seconds, total_seconds, 1, attempts
             ),
         )
+
+    def _array(self, index: int) -> Array:
+        shape = tuple(self._header.tensors[index].shape)
+        try:
+            return np.frombuffer(self._data[index], self._dtype).reshape(shape)
+        except ValueError as error:
+            raise ProtocolError(f"tensors[{index}] must have a shape that NumPy supports; was {shape}") from error
 
     def _bytes_of(self, index: int) -> int:
         return math.prod(self._header.tensors[index].shape) * self._dtype.itemsize

@@ -2,18 +2,19 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` splits the message. The server also refuses a message whose reply would be too large.
+computation, and `Dispatch` splits the message. The server refuses a reply over its own limit too. But a
+reply over the limit of this client is refused after the computation. So the rows of tokens limit a message too.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, SpanInput, check_input, pack_input
-from encserve_client.options import numpy_dtype
+from encserve_client.options import Options, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -27,6 +28,7 @@ INTERACTIVE_MESSAGES = 2
 # Bytes of a message besides the inputs: names, options, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
+_INDEX_BYTES = 4
 # English has about 4.5 bytes per token, Chinese about 3, and code has a number in between.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
@@ -55,14 +57,30 @@ class Message:
         """Number of inputs."""
         return len(_inputs_of(self.request))
 
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The beginnings of fields that are arguments of the call, each with the beginning of the argument."""
+        request = self.request
+        if not isinstance(request, pb.EncodeRequest):
+            return []
+        arguments = [("outputs[0].", "")] if len(request.options.outputs) == 1 else []
+        if request.inputs and request.inputs[0].HasField("spans"):
+            arguments += [("inputs[0].spans", "spans"), ("inputs[0]", "text")]
+        return arguments
+
     def halves(self) -> "list[Message]":
         """Split the inputs into two messages. Return [] for at most one input."""
         middle = self.n_inputs // 2
         return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
 
     def without(self, position: int) -> "list[Message]":
-        """Return at most two messages with all inputs except the one at `position`."""
-        return [*self._slice(0, position), *self._slice(position + 1, self.n_inputs)]
+        """Return the inputs except one, in at most three messages.
+
+        The server names only the first wrong input. If all later inputs are wrong too, halves keep the bytes few.
+        """
+        middle = (position + 1 + self.n_inputs) // 2
+        ranges = ((0, position), (position + 1, middle), (middle, self.n_inputs))
+        return [message for start, end in ranges for message in self._slice(start, end)]
 
     def _slice(self, start: int, end: int) -> "list[Message]":
         """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
@@ -73,13 +91,10 @@ class Message:
 
 
 def request_like(template: Request, inputs: Sequence[Any]) -> Request:
-    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs."""
-    request: Any = type(template)()
-    request.CopyFrom(template)
-    own = _inputs_of(request)
-    del own[:]
-    own.extend(inputs)
-    return cast("Request", request)
+    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs. The old inputs are not copied."""
+    fields: dict[str, Any] = {field.name: value for field, value in template.ListFields()}
+    fields["texts" if isinstance(template, pb.TokenizeRequest) else "inputs"] = inputs
+    return type(template)(**fields)
 
 
 def _inputs_of(request: Request) -> Any:
@@ -106,20 +121,36 @@ class Limits:
     max_sequence_tokens: int
 
     @classmethod
-    def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
+    def of(
+        cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int, token_bytes: int = 0
+    ) -> "Limits":
         """Return the limits of one message in a call with `max_concurrent_messages`.
+
+        `token_bytes`: the size of the rows of one token in the reply, see `reply_bytes_per_token`.
 
         The server allows a message to fill the whole queue. The client divides this number of tokens among the
         concurrent messages, so that a call does not compete with itself. `MAX_MESSAGE_TOKENS` is a second limit, so
         that a slow server can answer within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
+        reply_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes) - _MESSAGE_OVERHEAD_BYTES
+        reply_tokens = reply_bytes // token_bytes if token_bytes else 2**63
+        share = (info.max_request_tokens or 2**63) // max_concurrent_messages
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
-            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MAX_MESSAGE_TOKENS),
+            max_tokens=min(max(min(share, reply_tokens), 1), MAX_MESSAGE_TOKENS),
             max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=info.max_sequence_tokens or 2**31,
         )
+
+
+def reply_bytes_per_token(info: ModelInfo, options: Options) -> int:
+    """Return the size of the rows and indices of one token in a reply, in bytes; 0 without rows of tokens."""
+    return sum(
+        options.columns(info.width(output)) * options.numpy_dtype.itemsize + _INDEX_BYTES
+        for output in options.outputs
+        if output.kind in ("tokens", "multi_vector")
+    )
 
 
 @dataclass(slots=True)
@@ -158,19 +189,23 @@ def plan_messages(
     An input that is over the limits gets a separate message, because only the server knows the exact size.
 
     Args:
-        inputs: The inputs.
+        inputs: The inputs. Without `rejected`, each input must have passed the checks of its type.
         template: A request without inputs.
         limits: The limits of one message.
-        rejected: If given, gets the error of each invalid input, by index. No message has these inputs.
+        rejected: If given, has the error of each refused input, by index, and gets the error of each invalid input.
+            These inputs are in no message.
 
     Raises:
         InvalidInputError: An input is invalid, and `rejected` is None.
     """
     builder = MessageBuilder(template, limits)
     for index, item in enumerate(inputs):
+        if rejected and index in rejected:
+            continue
         try:
-            full = builder.add(index, item)
+            full = builder.add(index, item if rejected is None else check_input(item, f"inputs[{index}]"))
         except InvalidInputError as error:
+            error.index = index
             if rejected is None:
                 raise
             rejected[index] = error
@@ -203,18 +238,13 @@ class MessageBuilder:
         """Whether the message has the largest allowed number of inputs."""
         return self._total.sequences >= self._limits.max_sequences
 
-    def add(self, index: int, item: object) -> Message | None:
+    def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. If the input begins a new message, return the previous message.
 
         Raises:
-            InvalidInputError: `item` is not an input. The error has the index, and the builder does not change.
+            InvalidInputError: The input cannot be sent, see `pack_input`. The builder does not change.
         """
-        name = f"{'texts' if self._takes_texts else 'inputs'}[{index}]"
-        try:
-            packed = pack_input(item if isinstance(item, SpanInput) else check_input(item, name), name)
-        except InvalidInputError as error:
-            error.index = index
-            raise
+        packed = pack_input(item, f"{'texts' if self._takes_texts else 'inputs'}[{index}]")
         total = self._total.plus(cost := cost_of(packed, self._limits))
         full = None
         # The inputs of a message have consecutive indices, so the first index gives the index of each.

@@ -13,6 +13,7 @@ from encserve_client._logic.dispatch import Dispatch
 from encserve_client._logic.planning import Message, MessageBuilder
 from encserve_client._logic.wire import Event, InputRead, InputsEnded, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError
+from encserve_client.inputs import check_input
 from encserve_client.options import Array, Progress
 from encserve_client.results import SparseVector
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -61,7 +62,7 @@ class StreamMessages:
         Raises:
             InvalidInputError: `item` is not an input.
         """
-        if (full := self._builder.add(index, item)) is not None:
+        if (full := self._builder.add(index, check_input(item, f"inputs[{index}]"))) is not None:
             self._full.append(full)
         if self._builder.is_full and (full := self._builder.flush()) is not None:
             self._full.append(full)
@@ -197,6 +198,7 @@ class Stream:
         try:
             self._source.add(index, item)
         except InvalidInputError as error:
+            error.index = index
             self._finished.put(index, error)  # yielded in order, like an error of the server
 
     def _collect(self) -> None:
