@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,15 +98,29 @@ class Connection:
             api_key=self.api_key,
             metadata=self.metadata,
             priority=priority,
-            on_outage=_show_outage,
+            on_outage=_outage_lines(),
         )
 
 
-def _show_outage(outage: "Outage") -> None:
-    """Write a line on stderr."""
-    limit = "" if outage.seconds_left == math.inf else f" for {outage.seconds_left:.0f} s"
-    state = "is back" if outage.is_over else f"is away: trying again{limit}"
-    say(f"server {outage.target} {state}")
+def _outage_lines() -> "Callable[[Outage], None]":
+    """Return a function that writes outages on stderr.
+
+    Calls at the same time report the same outage. The function writes one line at its start and one at its end.
+    """
+    lock = threading.Lock()
+    is_away = False
+
+    def show(outage: "Outage") -> None:
+        nonlocal is_away
+        with lock:
+            if is_away is not outage.is_over:
+                return
+            is_away = not outage.is_over
+            limit = "" if outage.seconds_left == math.inf else f" for {outage.seconds_left:.0f} s"
+            state = "is back" if outage.is_over else f"is away: trying again{limit}"
+            say(f"server {outage.target} {state}")
+
+    return show
 
 
 def connection_options(command: Command) -> Command:
