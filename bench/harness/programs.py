@@ -80,8 +80,8 @@ def peer_environment() -> dict[str, str]:
     The variables contain no Python paths of this process. They turn off telemetry and downloads of models.
     """
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    # Triton loads libpython by name. The loader's path may have the libpython of another Python installation. Such a
-    # libpython fails with this installation's standard library.
+    # Triton loads libpython by name through LD_LIBRARY_PATH. This path may contain the libpython of another Python
+    # installation. Such a libpython fails with this installation's standard library, so this LIBDIR comes first.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
         **{key: value for key, value in os.environ.items() if key not in ours},

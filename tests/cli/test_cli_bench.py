@@ -1,6 +1,6 @@
 """Tests of `encserve bench`. The server is either a real server with a tiny model or a fake server.
 
-With the fake server, the command runs in a process, because the fake server needs the event loop of the test.
+The fake server runs in the test's event loop. So the command runs in a separate process.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def start(*arguments: object) -> asyncio.subprocess.Process:
 
 
 async def run(service: FakeEncoder, *arguments: object, status: int = 0) -> Any:
-    """Load a fake server, check the exit status, and return the JSON."""
+    """Run `encserve bench` against a fake server. Check the exit status, and return the JSON."""
     process = await start("--target", service.target, "bench", *SHORT, "--json", *arguments)
     output, errors = await process.communicate()
     assert (process.returncode, errors) == (status, b"")
@@ -84,7 +84,8 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 def test_json(server: RealServer, tmp_path: Path) -> None:
     """docs/bench.md lists all fields. The figures agree with the server's metrics.
 
-    16 callers exceed the server's queue. The refused calls are counted by their reason, and have no latency.
+    16 callers exceed the server's queue. Refused calls are counted by reason. The latencies do not include refused
+    calls.
     """
     before = server.metric("encserve_tokens_total")
     load = ("--concurrency", 1, "--concurrency", 16, "--lengths", lengths_file(tmp_path, LONGEST, LONGEST + 6))
@@ -126,7 +127,7 @@ def test_table(server: RealServer) -> None:
 
 
 def test_texts(server: RealServer, tmp_path: Path) -> None:
-    """The server counts the tokens of texts before the load, after the texts are cut to the model's limit."""
+    """Before the load, the server cuts the texts to the model's limit. Then the server counts their tokens."""
     texts = tmp_path / "texts.txt"
     texts.write_text("w3 w4\n\n" + "w5 " * 100 + "\n")
     body = json.loads(bench(server, "--texts", texts, "--rate", 20, "--sequences-per-call", 2, "--json").stdout)
@@ -259,7 +260,7 @@ def test_wrong_options(server: RealServer, arguments: list[str], text: str) -> N
     assert text in result.stderr
 
 
-def test_texts_without_a_text_and_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+def test_blank_texts_or_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     write_bundle(tmp_path)
     texts = tmp_path / "texts.txt"
     with real_server(tmp_path) as server:

@@ -99,7 +99,7 @@ def test_a_missing_path_is_not_a_hub_name(given: str, tmp_path: Path, exports: E
 def test_a_folder_without_a_bundle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="neither a bundle .* nor a checkpoint"):
+    with pytest.raises(ValueError, match="is not a bundle .* and not a checkpoint"):
         find_bundle("empty")
     with pytest.raises(ValueError, match="is a file"):
         find_bundle("file")

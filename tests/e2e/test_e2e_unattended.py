@@ -20,8 +20,8 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# With a window of 64 tokens, each token of these short sequences has an attended token in its window. In transformers,
-# the hidden state of a token without an attended token in its window depends on the padding.
+# With a window of 64 tokens, each token of these short sequences has an attended token in its window. If a token's
+# window has no attended token, the hidden state in transformers depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it

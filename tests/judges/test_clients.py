@@ -139,10 +139,11 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """OpenAI's client gets the same vectors. With default settings, LangChain gets an error with the right setting.
+    """OpenAI's client gets the same vectors.
 
-    With default settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so
-    tiktoken does not download the vocabulary.
+    With default settings, LangChain gets an error. The error message names the setting to use. With default
+    settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so tiktoken does not
+    download the vocabulary.
     """
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"

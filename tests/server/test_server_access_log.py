@@ -102,7 +102,7 @@ async def test_each_request_of_a_stream_is_a_line(
     ]
 
 
-def test_every_name_is_valid_json_in_the_log() -> None:
+def test_a_log_line_is_valid_json_for_every_model_name() -> None:
     line = line_of(RECORD._replace(model='a"\n\u2028@1', ended_at=0.002))
     assert "\n" not in line
     assert json.loads(line)["model"] == 'a"\n\u2028@1'

@@ -11,10 +11,12 @@ determines the vectors. The hash is computed from the model's own files:
 - the manifest's settings for pooling, prompts, tasks and lengths,
 - the precision, if it is int8, because quantized weights are different weights.
 
-The id does not depend on the exporter's version, the route, the names of ONNX nodes and values, or the number of weight
-files. Equal vectors do not guarantee equal ids: a setting that the exporter does not know changes the id, even if the
-setting does not affect vectors. docs/models.md ("The name of a vector space") defines version s3 of the id. Vector
-indexes store ids, so a change of this definition needs a new prefix.
+The id does not depend on the exporter's version, the export route, the names of ONNX nodes and values, or the number of
+weight files. The export route is the way in which `hf` exports a model: with transformers, or from the ONNX file.
+
+Models with equal vectors can have different ids. Each setting that the exporter does not know changes the id, even
+without an effect on vectors. docs/models.md ("The name of a vector space") defines version s3 of the id. Vector indexes
+store ids, so a change of this definition needs a new prefix.
 """
 
 import dataclasses
@@ -55,7 +57,8 @@ CONFIG_IGNORED = {
 }  # fmt: skip
 _TRAINING = ("dropout", "_pdrop")
 _TOKENIZER_IGNORED = {"version", "truncation", "padding", "decoder"}
-# Fields of the manifest that do not affect vectors, or that repeat the tensors, the configuration or the modules.
+# Manifest fields that do not affect vectors, and fields whose content the hash already covers (tensors, configuration,
+# modules).
 MANIFEST_IGNORED = {
     "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
     "encoder", "graph", "head", "inspect_graph", "similarity",
@@ -77,7 +80,8 @@ def check_form(given: str) -> None:
     """Check that a text looks like a space_id of this or an earlier version.
 
     Raises:
-        ConfigError: The text is not a space_id: the prefix "s3-", "s2-" or none, and then 32 hex digits.
+        ConfigError: The text is not a space_id. A space_id has 32 hex digits, with the prefix "s3-" or "s2-" or
+            without a prefix.
     """
     if not _FORM.fullmatch(given):
         raise ConfigError(

@@ -20,8 +20,9 @@ from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 _FILES = ("model.safetensors", "pytorch_model.bin")
 # The keys under which training scripts save a state dict.
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-AGAIN = "download or save it again (in a git clone: git lfs pull)"
-_SAVE_TENSORS = "save the state dict alone: torch.save(model.state_dict(), FILE)"
+_IN_A_CLONE = "(in a git clone: git lfs pull)"
+AGAIN = f"download or save it again {_IN_A_CLONE}"
+_STATE_DICT = "only the state dict: torch.save(model.state_dict(), FILE)"
 # Older versions of transformers saved index tensors as weights. The names of such tensors end with one of these texts.
 INDICES = ("position_ids", "token_type_ids", "inv_freq")
 # The prefixes that torch's DataParallel and torch.compile add to all names. Several prefixes may follow each other.
@@ -82,7 +83,7 @@ def read_weights(directory: Path) -> Weights:
             raise CheckpointFileError(f"{path} is missing, but the index names it; {AGAIN}")
         content = _load(path)
         if not _are_tensors(content):
-            raise CheckpointFileError(f"{path} must hold tensors by name and nothing else; {_SAVE_TENSORS}")
+            raise CheckpointFileError(f"{path} must hold tensors by name and nothing else; save {_STATE_DICT}")
         tensors |= content
     return Weights(tensors, sha256(files))
 
@@ -171,11 +172,13 @@ def _load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         # PyTorch's own message is not repeated, because it explains how to turn this check off.
         raise UnsafeWeightsError(
-            f"{path} is not a pickle of plain tensors. Other objects could run code, so they are never loaded: "
-            f"{_SAVE_TENSORS}, or {AGAIN}"
+            f"{path} is not a pickle of plain tensors. Other objects could run code, so they are never loaded. "
+            f"Save {_STATE_DICT}. Or download the file again {_IN_A_CLONE}"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointFileError(f"{path} is unreadable: {error}; {_SAVE_TENSORS}, or {AGAIN}") from error
+        raise CheckpointFileError(
+            f"{path} is unreadable: {error}. Download the file again {_IN_A_CLONE}, or save {_STATE_DICT}"
+        ) from error
 
 
 def _are_tensors(content: Any) -> bool:
@@ -199,7 +202,7 @@ def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
-    """Return all state dicts in the content of a file, by their keys joined with dots.
+    """Return all state dicts in a file's content. The key of each is its path, such as "model.state_dict".
 
     The state dicts are under the keys of `_CONTAINERS`. Without such keys, the content itself is the state dict if it
     holds only tensors.

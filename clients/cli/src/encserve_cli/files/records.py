@@ -8,7 +8,10 @@ from encserve_client import EncodeResult
 
 
 def records(result: EncodeResult) -> Iterator[dict[str, Any]]:
-    """Yield a record for each input: "truncated", and the vector, the rows with tokens, or the weights."""
+    """Yield a JSON record for each input.
+
+    Each record has the key "truncated". The other keys depend on the kind of output.
+    """
     output = result.outputs[0]
     made: Iterator[dict[str, Any]]
     if output.kind == "sparse":

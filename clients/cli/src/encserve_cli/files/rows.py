@@ -1,4 +1,6 @@
-"""The reader of input files: rows in order, each with an input or a problem, and with the columns of --keep.
+"""Reads the rows of input files in order.
+
+Each row has an input or a problem, and the values of its --keep columns.
 
 Commands and jobs use this reader, so they read the same inputs from the same files. The reader reports a bad row and
 goes on. A command then fails; a job only rejects the row.
@@ -44,7 +46,8 @@ from encserve_cli.files.storage import (
 MIB = 1024 * 1024
 # A `read` stops soon after this many bytes, so that several reads fit into memory.
 _READ_BYTES = 16 * MIB
-# The reader skips longer lines, and never has a whole one in memory. The csv module's default, 128 KiB, is too low.
+# The longest line in bytes. The reader skips longer lines in pieces, and never loads a whole long line into memory. The
+# csv module's default limit, 128 KiB, is too low.
 _MOST_LINE_BYTES = 16 * MIB
 _BOM = b"\xef\xbb\xbf"
 _LONG_LINE = f"must be a line of at most {_MOST_LINE_BYTES // MIB} MiB"
@@ -100,7 +103,8 @@ class RowReader(ABC):
     def read(self, rows: int) -> Rows:
         """Return the next rows: at least one, at most `rows`, and fewer if their inputs exceed 16 MiB.
 
-        The number of rows depends only on the rows, not on earlier reads.
+        From the same position, `read` with equal `rows` always returns the same number of rows. Earlier reads do not
+        change this number.
 
         Raises:
             ValueError: The file is damaged, or a value does not fit the type of its column of --keep.
@@ -141,7 +145,7 @@ class RowReader(ABC):
 
 
 def open_rows(file: DataFile, options: ReadOptions, kept_types: Mapping[str, str] = NO_TYPES) -> RowReader:
-    """Open a file. The first `read` returns its first row.
+    """Open a file. The reader starts at the file's first row.
 
     Args:
         file: The file.
@@ -183,7 +187,7 @@ def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
 
 
 def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Sequence[str]) -> None:
-    """Check the columns of --keep against the columns of a file and the column of the inputs."""
+    """Check that each --keep column is in the file and is not the input column."""
     for name in names:
         if name == column:
             raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
@@ -390,8 +394,8 @@ class _ParquetRows(RowReader):
         groups = range(metadata.num_row_groups)
         self._starts: list[int] = [0, *itertools.accumulate(metadata.row_group(number).num_rows for number in groups)]
         self._batches: Iterator[Any] = iter(())
-        self._batch: Any = None  # the last batch
-        self._batch_end = 0  # the index of the first row after the last batch
+        self._batch: Any = None  # the batch that was read most recently
+        self._batch_end = 0  # the index of the first row after this batch
         self._row = 0
 
     def _find_columns(self) -> None:
@@ -401,14 +405,14 @@ class _ParquetRows(RowReader):
         self._column = parquet_column(self.file, schema, self._options.column, self._options.input_kind)
         _check_columns(self.file, [*self._kept_types], self._column, schema.names)
         self._kept_schema = pa.schema(
-            [(name, self._kept_type(schema.field(name).type, wanted)) for name, wanted in self._kept_types.items()]
+            [(name, self._kept_type(schema.field(name), wanted)) for name, wanted in self._kept_types.items()]
         )
 
-    def _kept_type(self, its: Any, wanted: str) -> Any:
-        plain = _plain_type(its)
+    def _kept_type(self, field: Any, wanted: str) -> Any:
+        plain = _plain_type(field.type)
         found = plain if str(plain) == wanted else type_named(wanted)
         if found is None:
-            raise ValueError(f"{self.file.name}: --keep: a column must have the type {wanted}; was {its}")
+            raise ValueError(f"{self.file.name}: --keep {field.name}: must have the type {wanted}; was {field.type}")
         return found
 
     @property

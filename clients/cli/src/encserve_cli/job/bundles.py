@@ -29,12 +29,16 @@ def find_bundle(given: str) -> Path:
     """Return the folder of the bundle of --bundle.
 
     Args:
-        given: One of: the folder of a bundle, NAME/VERSION, with manifest.json; the folder NAME, for the newest
-            version; the URI of a bundle; a directory with a checkpoint; the name of a checkpoint on the hub,
-            OWNER/NAME.
+        given: The argument has one of these forms:
+            - NAME/VERSION, the folder of a bundle. This folder has a manifest.json.
+            - NAME, a folder with versions of a bundle. The newest version is used.
+            - The URI of a bundle.
+            - A directory with a checkpoint.
+            - OWNER/NAME, the name of a checkpoint on the hub.
 
     Raises:
-        ValueError: The argument is none of these, or a checkpoint without encserve-export installed.
+        ValueError: The argument has none of these forms. Or the argument is a checkpoint, and encserve-export is not
+            installed.
         RuntimeError: The export failed.
         OSError: A file cannot be read, or the cache cannot be written.
     """
@@ -69,8 +73,8 @@ def _in_directory(path: Path) -> Path:
     if models:
         raise ValueError(f"--bundle {path}: holds the models {', '.join(models)}; name one, as {path / models[0]}")
     raise ValueError(
-        f"--bundle {path}: is neither a bundle ({MANIFEST}), nor a folder of its versions, nor a checkpoint "
-        f"({' or '.join(_CHECKPOINT)})"
+        f"--bundle {path}: is not a bundle (has no {MANIFEST}), not a folder with versions of a bundle, and not a "
+        f"checkpoint (has no {' or '.join(_CHECKPOINT)})"
     )
 
 
@@ -80,7 +84,7 @@ def _with_manifest(folders: Iterable[Path]) -> list[Path]:
 
 
 def _version_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a key with the order of encserve-server, for example 9 < 10 and 1.0-rc1 < 1.0."""
+    """Return a sort key for the name of a version. Versions sort as in encserve-server: 9 < 10 and 1.0-rc1 < 1.0."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", name)]
     return [*parts, (1, 0, name)]
 
@@ -95,9 +99,9 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
         arguments = ["hf", source, "--model-repository", str(folder), "--name", name]
         if exporter is None:
             raise ValueError(
-                f"--bundle {source}: is a checkpoint, and {_EXPORTER}, which exports checkpoints, is not installed: "
-                f"from a checkout, pip install ./proto ./server ./export; or run it elsewhere: {_EXPORTER} hf {source} "
-                f"--model-repository models --name {name}, and give --bundle models/{name}"
+                f"--bundle {source}: is a checkpoint. To export a checkpoint, install {_EXPORTER}: "
+                "`pip install ./proto ./server ./export` in a checkout. Or export on another machine with "
+                f"`{_EXPORTER} hf {source} --model-repository models --name {name}`, and give --bundle models/{name}"
             )
         # Standard output is for vectors, so the exporter writes to stderr.
         done = subprocess.run([exporter, *arguments], stdin=subprocess.DEVNULL, stdout=2, check=False)
@@ -123,10 +127,14 @@ def _copied(uri: str) -> Path:
 
 
 def _cached(name: str, facts: object, make: Callable[[Path], None]) -> Path:
-    """Return the cache folder for these facts. `make` fills a missing folder, in one process at a time."""
+    """Return the cache folder for a source. `facts` identify the source, and the source's version if known.
+
+    `make` fills a missing folder, in one process at a time.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     own = (Path(base) if base.startswith("/") else Path.home() / ".cache") / "encserve"
-    own.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engine's cache in this folder must be private
+    # ONNX Runtime's cache of weights is in this folder too. The server refuses a cache that other users can write.
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = own / "bundles"
     key = hashlib.sha256(repr((version("encserve-cli"), facts)).encode()).hexdigest()[:16]
     final = cache / f"{name}-{key}"

@@ -91,7 +91,7 @@ def write_text(store: Store, name: str, text: str) -> None:
 
 @contextmanager
 def written(uri: str) -> Iterator[None]:
-    """Put the name of the file before the error if writing fails."""
+    """If writing fails, raise an OSError whose message begins with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -200,7 +200,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 class ObjectStore:
-    """A folder in an object store. A file is written on this machine, and then uploaded at once."""
+    """A folder in an object store. A file is first written on this machine. Then one write uploads the whole file."""
 
     is_local = False
 
@@ -242,14 +242,18 @@ class ObjectStore:
 
             def publish() -> None:
                 # One write for the whole file: a stream that is closed early would publish a part of the file. Arrow's
-                # `copy_files` would print its failures.
+                # `copy_files` is not used, because `copy_files` prints errors to the terminal.
                 with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as out:
                     out.write(file.read_buffer())
 
             yield Draft(path, f"{self.uri}/{name}", publish)
 
     def create(self, name: str, text: str) -> bool:
-        """See `Store`. Object stores have no locks, so the text is read again: the last writer wins."""
+        """See `Store`.
+
+        Object stores have no locks. If two processes write, the last text stays. So this function reads the text again
+        to find out which text stayed.
+        """
         if self.read(name) is not None:
             return False
         write_text(self, name, text)

@@ -1,4 +1,4 @@
-"""The wire for asyncio: grpc.aio."""
+"""Sends and receives the messages of one call with grpc.aio; see `Wire`."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ class AsyncWire:
         self._tasks: set[asyncio.Task[None]] = set()
         self._may_read = asyncio.Semaphore(0)  # the number of inputs that the task may read
         self._is_reading = False
-        self._needs_loop = False  # whether a message was started after the last turn of the event loop
+        self._needs_loop = False  # whether a call was started and gRPC has not sent the request yet
 
     def now(self) -> float:
         """See `Wire`."""
@@ -86,7 +86,7 @@ class AsyncWire:
         return event
 
     def end_wait(self) -> None:
-        """Make `wait` raise ClientClosedError, also before a retry."""
+        """Make `wait` raise ClientClosedError, even while `wait` waits before a retry."""
         self._events.put_nowait(None)
 
     async def aclose(self) -> None:
@@ -115,7 +115,8 @@ class AsyncWire:
         except grpc.aio.AioRpcError as error:
             self._events.put_nowait(Failed(message, failure_of_call(error)))
         except asyncio.CancelledError:
-            self._events.put_nowait(Failed(message, _CANCELLED))  # tells the driver that the channel was closed
+            # This event tells the caller of `wait` that the channel was closed.
+            self._events.put_nowait(Failed(message, _CANCELLED))
             call.cancel()
             raise
         except Exception as error:

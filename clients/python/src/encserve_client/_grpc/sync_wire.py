@@ -1,4 +1,4 @@
-"""The wire for threads: gRPC's blocking API and its futures. Never suspends."""
+"""Sends and receives the messages of one call with gRPC's blocking API and futures; see `Wire`. Never suspends."""
 
 import queue
 import time
@@ -95,7 +95,10 @@ class SyncWire:
         return event
 
     def end_wait(self) -> None:
-        """Make `wait` raise ClientClosedError, also before a retry. Any thread may call."""
+        """Make `wait` raise ClientClosedError, even while `wait` waits before a retry.
+
+        Any thread may call `end_wait`.
+        """
         self._events.put(None)
 
     async def aclose(self) -> None:

@@ -27,8 +27,8 @@ def as_target(target: str | Sequence[str] | None) -> str:
             environment variable ENCSERVE_TARGET, or "localhost:50051".
 
     Raises:
-        InvalidInputError: The target is not a name that gRPC can resolve, and not a list of IP addresses of one
-            version. The error message names the argument or the variable.
+        InvalidInputError: The target is neither a valid name nor a list of only IPv4 or only IPv6 addresses. The error
+            message names the argument or the variable.
     """
     name = "target"
     if target is None:
@@ -59,8 +59,8 @@ def has_several_addresses(target: str) -> bool:
 def addresses_of(target: str) -> list[Address]:
     """Return the hosts and ports of a gRPC target, IPv6 addresses without brackets.
 
-    The list is empty for a Unix socket, and for names that only gRPC can resolve: xDS names, and names with a DNS
-    server, as in "dns://10.0.0.2/encoder:50051".
+    The list is empty for a Unix socket. The list is also empty for names that only gRPC can resolve: xDS names, and
+    names with a DNS server, such as "dns://10.0.0.2/encoder:50051".
     """
     scheme, _, rest = target.partition(":")
     if scheme == "dns":
