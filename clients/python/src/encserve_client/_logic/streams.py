@@ -67,6 +67,11 @@ class StreamMessages:
         if self._builder.is_full and (full := self._builder.flush()) is not None:
             self._full.append(full)
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a full message has not been taken."""
+        return bool(self._full)
+
     def take(self, *, idle: bool) -> Message | None:
         """See `MessageSource`. While messages are in flight, inputs wait for a full message."""
         if self._full:
@@ -152,6 +157,8 @@ class Stream:
             may_yield = True
             if inputs is not None:
                 self._read(inputs)
+                if not self._source.has_message and (result := self._finished.pop()) is not None:
+                    return result
             elif (event := await self._wire.wait(self._dispatch.seconds_to_wait(self._wire.now()))) is not None:
                 self._handle(event)
 
