@@ -146,12 +146,12 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
     box = overview.locator(".nsewdrag").first.bounding_box()
     assert box is not None
     it.page.mouse.click(box["x"] + box["width"] * 11.5 / 12, box["y"] + box["height"] * 1.5 / 6)
-    it.page.wait_for_function("document.getElementById('which').textContent === 'Layer 1, head 11'")
+    it.wait_until("document.getElementById('which').textContent === 'Layer 1, head 11'")
     it.wait()
     colour = "getComputedStyle(document.querySelector('#large .ytick text')).fill"
     assert it.page.evaluate(colour) == "rgb(60, 68, 82)"
     it.page.emulate_media(color_scheme="dark")
-    it.page.wait_for_function(f"{colour} === 'rgb(180, 189, 202)'")
+    it.wait_until(f"{colour} === 'rgb(180, 189, 202)'")
     assert it.complaints == []
     it.close()
 
@@ -230,7 +230,7 @@ def test_figures_of_every_size_fit(
     boxes = [box for box in (name.bounding_box() for name in names) if box]
     assert all(above["y"] + above["height"] * 0.8 <= below["y"] + 1 for above, below in pairwise(boxes))
     it.page.set_viewport_size({"width": 1400, "height": 900})
-    it.page.wait_for_function("document.getElementById('large').clientWidth > 400")
+    it.wait_until("document.getElementById('large').clientWidth > 400")
     it.page.wait_for_timeout(300)
     it.wait()
     assert it.page.evaluate(WIDER) == []

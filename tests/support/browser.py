@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Route, sync_playwright
+from waiting import PATIENCE_SECONDS
 
 Scheme = Literal["light", "dark"]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -78,6 +80,16 @@ class OpenPage:
     def _listen(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(f"{message.type}: {message.text}")
+
+    def wait_until(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true. After PATIENCE_SECONDS, fail the test.
+
+        The Content Security Policy of the page refuses `wait_for_function`, which evaluates text inside the page.
+        """
+        ends = time.monotonic() + PATIENCE_SECONDS
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < ends, f"{condition} was not true within {PATIENCE_SECONDS:g} s"
+            self.page.wait_for_timeout(20)
 
     def hover(self, box: str, x: float, y: float) -> str:
         """Move the mouse to a point of a figure, and return the text of the tooltip.
