@@ -216,7 +216,7 @@ def test_token_ids_get_no_prompt(client: EncoderClient) -> None:
     with_ids = client.embed([ids], model="default-prompt")
     without = client.embed(["the cat"], model="default-prompt", prompt_name="")
     assert_same("dense", list(with_ids), list(without))
-    with pytest.raises(InvalidRequestError, match=r"options.prompt_name.*inputs\[1\]"):
+    with pytest.raises(InvalidRequestError, match=r"prompt_name.*inputs\[1\]"):
         client.embed(["the cat", ids], model="default-prompt", prompt_name="query")
     with pytest.raises(InvalidRequestError, match="'summary'.*'instruction', 'nothing', 'passage'"):
         client.embed(["the cat"], model="default-prompt", prompt_name="summary")
