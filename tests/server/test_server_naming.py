@@ -30,6 +30,7 @@ PROTOCOL_NAMES = re.compile(
 OF_OUTPUTS = {field for field in RequestField if field.name.startswith("OUTPUT")}
 OF_VECTORS = {RequestField.VECTORS, RequestField.VECTORS_WIDTH, RequestField.VECTORS_DATA}
 OF_SPANS = {RequestField.SPANS, RequestField.SPAN_UNIT, RequestField.SPAN_ENDS}
+OF_SCORES = {RequestField.QUERY, RequestField.TOP_K, RequestField.ACTIVATION}
 OF_REPLIES = {RequestField.TOKEN_STRINGS, RequestField.EXCLUDE_SPECIAL_TOKENS}
 PLACED = {RequestField.IDS, RequestField.SPAN_ENDS}  # an error about these fields also has the index of an id or a span
 
@@ -81,14 +82,14 @@ def check_path(message: Any, path: str) -> None:
         descriptor = field.message_type
 
 
-@given(paths())
+@given(paths(*OF_SCORES))
 def test_the_fields_of_encode(path: FieldPath) -> None:
     check_path(pb.EncodeRequest, naming.ENCODE.field(path))
 
 
 @given(
     paths(
-        *OF_OUTPUTS, *OF_VECTORS, *OF_SPANS, RequestField.IDS, RequestField.DATA_TYPE,
+        *OF_OUTPUTS, *OF_VECTORS, *OF_SPANS, *OF_SCORES, RequestField.IDS, RequestField.DATA_TYPE,
         RequestField.EXCLUDE_SPECIAL_TOKENS, RequestField.FINGERPRINT, RequestField.SPACE_ID,
     )
 )  # fmt: skip
@@ -96,12 +97,25 @@ def test_the_fields_of_tokenize(path: FieldPath) -> None:
     check_path(pb.TokenizeRequest, naming.TOKENIZE.field(path))
 
 
-@given(paths(*OF_OUTPUTS, *OF_REPLIES))
+@given(paths(*OF_OUTPUTS, *OF_REPLIES, *OF_SCORES))
 def test_the_fields_of_inspect(path: FieldPath) -> None:
     check_path(pb.InspectRequest, naming.INSPECT.field(path))
 
 
-@pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
+@given(
+    paths(
+        *OF_OUTPUTS, *OF_SPANS, *OF_REPLIES, RequestField.IDS, RequestField.DATA_TYPE, RequestField.TASK,
+        RequestField.VECTORS_WIDTH, RequestField.VECTORS_DATA,
+    ),
+    st.sampled_from(sorted(naming.SCORES)),
+)  # fmt: skip
+def test_the_fields_of_score(path: FieldPath, inputs: str) -> None:
+    found = naming.SCORES[inputs].field(path)
+    # Only the rows of documents have a place in the tensor of document vectors.
+    check_path(pb.ScoreRequest, re.sub(r"^document_vectors\[\d+\]", "document_vectors", found))
+
+
+@pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, naming.SCORES["pairs"]])
 def test_the_values_of_encserve(name: Naming) -> None:
     """In an error, each value has the name of the protobuf value with the same number.
 

@@ -31,6 +31,7 @@ D_MODEL, VOCABULARY, WIDTH = 3, 40, 4
 RNG = np.random.default_rng(0)
 PROJECTION = RNG.standard_normal((D_MODEL, WIDTH)).astype(np.float32)
 WORDS = RNG.standard_normal((D_MODEL, VOCABULARY)).astype(np.float32)
+TO_LABELS = np.random.default_rng(5).standard_normal((D_MODEL, 3)).astype(np.float32)
 SEEDS = st.integers(0, 2**32)
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
@@ -81,6 +82,7 @@ def usual_heads() -> dict[OutputKind, CountingHead]:
         K.MODEL: CountingHead(lambda rows: rows * 2),
         K.MULTI_VECTOR: CountingHead(lambda rows: unit(product(rows, PROJECTION))),
         K.SPARSE: CountingHead(vocabulary_weights),
+        K.SCORES: CountingHead(lambda rows: product(rows, TO_LABELS)),
     }
 
 
@@ -346,7 +348,7 @@ def test_a_head_runs_once_for_a_batch() -> None:
     for i in range(4):
         specs = [OutputSpec(K.SPARSE, max_active_dims=2 * i + n + 1) for n in range(5)]
         specs += [OutputSpec(K.MULTI_VECTOR, dimensions=n) for n in range(i)]
-        wanted.append(outputs.check([*specs, OutputSpec(K.MODEL, dimensions=i)]))
+        wanted.append(outputs.check([*specs, OutputSpec(K.MODEL, dimensions=i), OutputSpec(K.SCORES)]))
     rows = random_rows([3, 5, 2, 7])
     made = compute(outputs, rows, wanted)
     assert {kind: head.runs for kind, head in heads.items()} == dict.fromkeys(heads, 1)
@@ -358,6 +360,8 @@ def test_a_head_runs_once_for_a_batch() -> None:
                 kept = kept[weights[kept] > 0]
                 assert array.indices.tolist() == kept.tolist()
                 np.testing.assert_allclose(array.rows[:, 0], weights[kept], rtol=1e-5)
+            elif output.kind is K.SCORES:
+                np.testing.assert_allclose(array[0], it.mean(axis=0) @ TO_LABELS, rtol=1e-4, atol=1e-6)
             elif output.kind is K.MULTI_VECTOR:
                 vectors = unit(it @ PROJECTION)[:, : output.dimensions or WIDTH]
                 np.testing.assert_allclose(array.rows, vectors, rtol=1e-4, atol=1e-6)

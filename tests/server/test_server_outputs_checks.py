@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from output_models import head_graph, plain_bundle, rich_bundle
+from output_models import LABELS, head_graph, plain_bundle, rich_bundle
 
 from encserve_server.engine.base import Head
 from encserve_server.errors import (
@@ -298,8 +298,9 @@ SPECS = [
 ]
 SOME_SPECS = st.lists(st.sampled_from(SPECS), min_size=1, max_size=MAX_OUTPUTS - 1, unique=True)
 ORDINARY = [
-    *[OutputSpec(kind, dimensions=n) for kind in OutputKind if kind is not K.SPARSE for n in (0, 7)],
+    *[OutputSpec(kind, dimensions=n) for kind in OutputKind if kind not in (K.SPARSE, K.SCORES) for n in (0, 7)],
     *[OutputSpec(K.SPARSE, max_active_dims=n) for n in (0, 5)],
+    OutputSpec(K.SCORES),
 ]
 
 
@@ -367,7 +368,7 @@ def test_each_head_is_opened_on_its_device() -> None:
 
     pooling = ModelPooling((K.MEAN,), l2_normalize=False, width=9, head=head_graph(D_MODEL, 9))
     outputs = ModelOutputs.load(replace(RICH, pooling=pooling), open_head, max_vocabulary_bytes=2**20)
-    assert opened == [(9, False, False), (WIDTH, True, False), (VOCABULARY, True, True)]
+    assert opened == [(9, False, False), (WIDTH, True, False), (VOCABULARY, True, True), (len(LABELS), False, False)]
     assert set(outputs.kinds) == set(OutputKind)
 
 

@@ -45,7 +45,14 @@ class Device:
         self.batches: list[list[int]] = []
         self.clock = 0.0
 
-    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
+    def run(
+        self,
+        sequences: Sequence[ModelInput],
+        *,
+        attended: Sequence[int] = (),
+        second_starts: Sequence[int] = (),
+        alone: bool = True,
+    ) -> BatchResult:
         lengths = [len(it) for it in sequences]
         self.batches.append(lengths)
         padded = max(lengths) * len(lengths)

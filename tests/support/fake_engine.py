@@ -84,7 +84,14 @@ class FakeEngine:
             self._passes += 1
             self._gate.notify_all()
 
-    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
+    def run(
+        self,
+        sequences: Sequence[ModelInput],
+        *,
+        attended: Sequence[int] = (),
+        second_starts: Sequence[int] = (),
+        alone: bool = True,
+    ) -> BatchResult:
         """Record the batch, and return `fake_rows` for each sequence."""
         self.batches.append([len(ids) for ids in sequences])
         self.alone.append(alone)

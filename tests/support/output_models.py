@@ -13,12 +13,14 @@ from encserve_server.types.bundles import (
     HeadGraph,
     ModelPooling,
     MultiVector,
+    Scores,
     Sparse,
     SparsePooling,
     TaskSettings,
 )
-from encserve_server.types.requests import OutputKind, Task
+from encserve_server.types.requests import Activation, OutputKind, Task
 
+LABELS = ("no", "maybe", "yes")
 # The formula of each pooling. `rows` are the hidden states of one sequence, (seq, d_model).
 POOL: dict[OutputKind, Callable[[Any], Any]] = {
     OutputKind.MEAN: lambda rows: rows.mean(axis=0),
@@ -65,6 +67,9 @@ def rich_bundle(d_model: int, vocabulary: int, width: int, **changes: Any) -> Bu
         ),
         "multi_vector": MultiVector(head_graph(d_model, width), "maxsim", skips_first_token=False),
         "sparse": Sparse(head_graph(d_model, vocabulary, 2), vocabulary, SparsePooling.MAX, (), 0),
+        "scores": Scores(
+            head_graph(d_model, len(LABELS)), LABELS, OutputKind.MEAN, None, Activation.NONE, cuts_only_second=False
+        ),
         "tasks": {Task.QUERY: TaskSettings("", 64), Task.DOCUMENT: TaskSettings("", 8192)},
     }
     return plain_bundle(d_model, vocabulary, **parts | changes)

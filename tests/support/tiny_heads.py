@@ -43,13 +43,15 @@ def npy(array: Array) -> bytes:
 def words(*, special: bool = True) -> Tokenizer:
     """Return a tokenizer in which each word contains the id. For example, the id of "w7" is 7.
 
-    If `special` is true, the tokenizer puts BEGIN and END around a text.
+    If `special` is true, the tokenizer puts BEGIN and END around a text, and END between and after the texts of a pair.
     """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
         around = [("w1", BEGIN), ("w2", END)]
-        tokenizer.post_processor = processors.TemplateProcessing(single="w1 $A w2", special_tokens=around)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="w1 $A w2", pair="w1 $A w2 $B:1 w2:1", special_tokens=around
+        )
     return tokenizer
 
 
@@ -187,6 +189,36 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
         "pooling": manifest_pb2.SPARSE_POOLING_MAX,
     }
     return manifest_pb2.Sparse(**fields | changes)
+
+
+def scores_file(labels: int = 1, table: Array | None = None) -> bytes:
+    """Return the ONNX file of a head that computes logits from pooled hidden states.
+
+    The input has the shape (batch, d_model). The output has the shape (batch, labels).
+    """
+    nodes = [helper.make_node("MatMul", ["pooled", "w"], ["out"])]
+    return _model(
+        nodes, {"pooled": ["batch", D_MODEL]}, ["batch", labels], w=weights(labels, 4) if table is None else table
+    )
+
+
+def expected_logits(rows: Array, labels: int = 1) -> Array:
+    """Compute the expected output of `scores_file` for the hidden states of one sequence, with the pooling CLS."""
+    return np.asarray(rows[0] @ weights(labels, 4))
+
+
+def scores(**changes: Any) -> manifest_pb2.Scores:
+    """Return the section of the manifest that describes `scores_file()`."""
+    fields: dict[str, Any] = {
+        "file": "scores.onnx",
+        "input_name": "pooled",
+        "output_name": "out",
+        "labels": ["relevant"],
+        "pooling": manifest_pb2.POOLING_CLS,
+        "activation": manifest_pb2.ACTIVATION_SIGMOID,
+        "pair_truncation": manifest_pb2.PAIR_TRUNCATION_LONGEST_FIRST,
+    }
+    return manifest_pb2.Scores(**fields | changes)
 
 
 def every_kind() -> dict[str, Any]:

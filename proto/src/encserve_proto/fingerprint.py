@@ -24,6 +24,7 @@ _FACTS = (
     "document",
     "multi_vector",
     "sparse",
+    "scores",
     "space_id",
 )
 

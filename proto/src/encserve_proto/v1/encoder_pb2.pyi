@@ -27,6 +27,7 @@ class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTPUT_KIND_MULTI_VECTOR: _ClassVar[OutputKind]
     OUTPUT_KIND_SPARSE: _ClassVar[OutputKind]
     OUTPUT_KIND_SPANS: _ClassVar[OutputKind]
+    OUTPUT_KIND_SCORES: _ClassVar[OutputKind]
 
 class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -68,6 +69,21 @@ class Truncation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRUNCATION_REFUSE: _ClassVar[Truncation]
     TRUNCATION_END: _ClassVar[Truncation]
 
+class ScoreMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCORE_METHOD_UNSPECIFIED: _ClassVar[ScoreMethod]
+    SCORE_METHOD_LABELS: _ClassVar[ScoreMethod]
+    SCORE_METHOD_VECTORS: _ClassVar[ScoreMethod]
+    SCORE_METHOD_MULTI_VECTORS: _ClassVar[ScoreMethod]
+    SCORE_METHOD_SPARSE: _ClassVar[ScoreMethod]
+
+class Activation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTIVATION_UNSPECIFIED: _ClassVar[Activation]
+    ACTIVATION_NONE: _ClassVar[Activation]
+    ACTIVATION_SIGMOID: _ClassVar[Activation]
+    ACTIVATION_SOFTMAX: _ClassVar[Activation]
+
 class InspectKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     INSPECT_KIND_UNSPECIFIED: _ClassVar[InspectKind]
@@ -89,6 +105,7 @@ OUTPUT_KIND_MEAN_SQRT_LENGTH: OutputKind
 OUTPUT_KIND_MULTI_VECTOR: OutputKind
 OUTPUT_KIND_SPARSE: OutputKind
 OUTPUT_KIND_SPANS: OutputKind
+OUTPUT_KIND_SCORES: OutputKind
 TASK_UNSPECIFIED: Task
 TASK_QUERY: Task
 TASK_DOCUMENT: Task
@@ -111,6 +128,15 @@ DETAIL_TOKENS: Detail
 TRUNCATION_UNSPECIFIED: Truncation
 TRUNCATION_REFUSE: Truncation
 TRUNCATION_END: Truncation
+SCORE_METHOD_UNSPECIFIED: ScoreMethod
+SCORE_METHOD_LABELS: ScoreMethod
+SCORE_METHOD_VECTORS: ScoreMethod
+SCORE_METHOD_MULTI_VECTORS: ScoreMethod
+SCORE_METHOD_SPARSE: ScoreMethod
+ACTIVATION_UNSPECIFIED: Activation
+ACTIVATION_NONE: Activation
+ACTIVATION_SIGMOID: Activation
+ACTIVATION_SOFTMAX: Activation
 INSPECT_KIND_UNSPECIFIED: InspectKind
 INSPECT_KIND_ATTENTION_WEIGHTS: InspectKind
 INSPECT_KIND_HIDDEN_STATES: InspectKind
@@ -277,6 +303,74 @@ class EncodeResponse(_message.Message):
     timings: Timings
     space_id: str
     def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RaggedTensor, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., space_id: _Optional[str] = ...) -> None: ...
+
+class TextPair(_message.Message):
+    __slots__ = ("query", "document")
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    query: str
+    document: str
+    def __init__(self, query: _Optional[str] = ..., document: _Optional[str] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("model", "model_version", "query", "documents", "document_vectors", "pairs", "texts", "top_k", "activation", "truncation", "prompt_name", "expected_fingerprint", "expected_space_id", "priority")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_VECTORS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    query: str
+    documents: _containers.RepeatedScalarFieldContainer[str]
+    document_vectors: RaggedTensor
+    pairs: _containers.RepeatedCompositeFieldContainer[TextPair]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    top_k: int
+    activation: Activation
+    truncation: Truncation
+    prompt_name: str
+    expected_fingerprint: str
+    expected_space_id: str
+    priority: Priority
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., document_vectors: _Optional[_Union[RaggedTensor, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TextPair, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., top_k: _Optional[int] = ..., activation: _Optional[_Union[Activation, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., prompt_name: _Optional[str] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+
+class ScoreResponse(_message.Message):
+    __slots__ = ("model", "model_version", "fingerprint", "space_id", "scores", "label_count", "labels", "indices", "token_count", "truncated", "query_truncated", "timings")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    fingerprint: str
+    space_id: str
+    scores: bytes
+    label_count: int
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    token_count: int
+    truncated: _containers.RepeatedScalarFieldContainer[int]
+    query_truncated: bool
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., space_id: _Optional[str] = ..., scores: _Optional[bytes] = ..., label_count: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., indices: _Optional[_Iterable[int]] = ..., token_count: _Optional[int] = ..., truncated: _Optional[_Iterable[int]] = ..., query_truncated: bool = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "model_version", "texts", "prompt_name", "task", "truncation", "include_token_strings", "offset_unit")
@@ -445,7 +539,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "space_id", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width", "max_outputs")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "space_id", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width", "max_outputs", "score_method", "labels", "activation", "takes_pairs_only")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -491,6 +585,10 @@ class ModelInfo(_message.Message):
     MULTI_VECTOR_SIMILARITY_FIELD_NUMBER: _ClassVar[int]
     SPARSE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_METHOD_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PAIRS_ONLY_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -529,7 +627,11 @@ class ModelInfo(_message.Message):
     multi_vector_similarity: str
     sparse_width: int
     max_outputs: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ..., max_outputs: _Optional[int] = ...) -> None: ...
+    score_method: ScoreMethod
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    activation: Activation
+    takes_pairs_only: bool
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ..., max_outputs: _Optional[int] = ..., score_method: _Optional[_Union[ScoreMethod, str]] = ..., labels: _Optional[_Iterable[str]] = ..., activation: _Optional[_Union[Activation, str]] = ..., takes_pairs_only: bool = ...) -> None: ...
 
 class TaskInfo(_message.Message):
     __slots__ = ("task", "prompt_name", "max_tokens", "min_tokens")

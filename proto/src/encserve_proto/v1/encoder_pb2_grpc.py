@@ -69,6 +69,11 @@ class EncoderServiceStub(object):
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.SerializeToString,
                 response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/encserve.v1.EncoderService/Score',
+                request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/encserve.v1.EncoderService/GetModel',
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.GetModelRequest.SerializeToString,
@@ -140,6 +145,18 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Score compares a query with many documents, or the texts of many pairs, or classifies texts. A cross-encoder or a
+        classifier computes one logit for each label. With any other model, a score is the similarity of two vectors, and
+        the vectors stay on the server.
+
+        The errors are the same as for Encode, with the field names of ScoreRequest, and in addition:
+        INVALID_ARGUMENT: the model can compute no score for this request; the text says why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """GetModel returns the sizes of one model, the limits for its requests, and the device and precision in use.
         NOT_FOUND: the model or version does not exist.
@@ -175,6 +192,11 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.FromString,
                     response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.ScoreRequest.FromString,
+                    response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.ScoreResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -321,6 +343,33 @@ class EncoderService(object):
             '/encserve.v1.EncoderService/Inspect',
             encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.SerializeToString,
             encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/encserve.v1.EncoderService/Score',
+            encserve__proto_dot_v1_dot_encoder__pb2.ScoreRequest.SerializeToString,
+            encserve__proto_dot_v1_dot_encoder__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,5 +2,6 @@
 
 from encserve_server.calls.call import OPEN_REQUEST_BYTES, Call, Calls
 from encserve_server.calls.method import Access, Method
+from encserve_server.calls.scoring import score
 
-__all__ = ["OPEN_REQUEST_BYTES", "Access", "Call", "Calls", "Method"]
+__all__ = ["OPEN_REQUEST_BYTES", "Access", "Call", "Calls", "Method", "score"]

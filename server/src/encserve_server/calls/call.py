@@ -422,6 +422,14 @@ class Call:
             ShareExceeded: This caller, or all bulk calls together, fill their share of the queue.
             ResponseTooLarge: The reply is over the limit.
         """
+        reply = await self.compute(model, request, growth, more_bytes)
+        self.note(reply.sequences, reply.seconds)
+        return await self.build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
+
+    async def compute(
+        self, model: ServedModel, request: EncodeCall, growth: float = 1.0, more_bytes: int = 0
+    ) -> EncodeReply:
+        """Compute the outputs of an encode call. For the arguments and the errors see `encode`."""
         span, sender = self.span, self._sender(request.priority)
         model.check_share(sender)
         if self.is_of_stream and self._access is not None:  # other calls were checked on arrival
@@ -449,8 +457,7 @@ class Call:
                 sender=sender,
                 charge=self.charge,
             ).run()
-        self.note(reply.sequences, reply.seconds)
-        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
+        return reply
 
     def _sender(self, priority: Priority) -> Sender:
         """Return the sender, with the less urgent of two priorities: `priority` and the caller's priority."""
@@ -473,7 +480,7 @@ class Call:
             self._sender(Priority.INTERACTIVE),
         )
         self.note(reply.sequences, lambda: (0.0, 0.0))
-        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
+        return await self.build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:
         """Answer an inspection. The inspection holds a slot until the `async with` block ends.
@@ -483,15 +490,18 @@ class Call:
         """
         return model.inspect(request, self.span, self._sender(Priority.INTERACTIVE), self.charge)
 
-    async def _build(
+    async def build(
         self,
         model: ServedModel,
         build: Callable[[], bytes],
         estimated_bytes: int,
-        growth: float,
+        growth: float = 1.0,
         more_bytes: int = 0,
     ) -> bytes:
-        """Build the reply, in a thread if the reply is large. Then the call holds only the bytes of the reply."""
+        """Build the reply, in a thread if the reply is large. Then the call holds only the bytes of the reply.
+
+        For the arguments see `encode`. `estimated_bytes` is the size of the outputs from which the reply is built.
+        """
         began = self._calls.clock.now()
         if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()

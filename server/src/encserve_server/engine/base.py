@@ -86,7 +86,14 @@ class Engine(Protocol):
     def has_wide_session(self) -> bool:
         """Whether a batch that runs alone can use all threads and is then faster."""
 
-    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
+    def run(
+        self,
+        sequences: Sequence[ModelInput],
+        *,
+        attended: Sequence[int] = (),
+        second_starts: Sequence[int] = (),
+        alone: bool = True,
+    ) -> BatchResult:
         """Run one batch, and block until its end.
 
         Args:
@@ -94,6 +101,8 @@ class Engine(Protocol):
                 the model needs.
             attended: The attention limit of each sequence: all tokens attend only to the first `attended[i]` tokens; 0
                 for no limit. Empty if no sequence has a limit.
+            second_starts: The index of each sequence's first token with token type 1; 0 for no such token. Empty if all
+                tokens have type 0. A graph without an input for token types ignores this argument.
             alone: Whether the batch may use all threads, because no other batch starts before its end.
 
         Raises:

@@ -89,10 +89,17 @@ class OnnxEngine:
             shared = intra_op_threads - self.max_parallel_runs
             self._narrow = _open_session(graph.path, "cpu", 1 + shared, weights)
 
-    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
+    def run(
+        self,
+        sequences: Sequence[ModelInput],
+        *,
+        attended: Sequence[int] = (),
+        second_starts: Sequence[int] = (),
+        alone: bool = True,
+    ) -> BatchResult:
         """See `Engine.run`."""
         began = time.perf_counter()
-        feeds, lengths = lay_out(self._graph, sequences, attended)
+        feeds, lengths = lay_out(self._graph, sequences, attended, second_starts)
         laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
         options = None

@@ -66,10 +66,17 @@ class OpenVinoEngine:
             runtime=f"openvino {ov.__version__.partition('-')[0]}",
         )
 
-    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
+    def run(
+        self,
+        sequences: Sequence[ModelInput],
+        *,
+        attended: Sequence[int] = (),
+        second_starts: Sequence[int] = (),
+        alone: bool = True,
+    ) -> BatchResult:
         """See `Engine.run`."""
         began = time.perf_counter()
-        feeds, lengths = lay_out(self._graph, sequences, attended)
+        feeds, lengths = lay_out(self._graph, sequences, attended, second_starts)
         collate_seconds = time.perf_counter() - began
         requests = self._wide if alone else self._narrow
         request = requests.get()

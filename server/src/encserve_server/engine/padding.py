@@ -39,16 +39,17 @@ def check_interface(
         )
 
 
-def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[int] = ()) -> tuple[Feeds, list[int]]:
-    """Pad sequences to the length of the longest one.
-
-    See `Engine.run` for `sequences` and `attended`.
+def lay_out(
+    graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[int] = (), second_starts: Sequence[int] = ()
+) -> tuple[Feeds, list[int]]:
+    """Pad sequences to the length of the longest one. See `Engine.run` for the arguments.
 
     Returns:
         The inputs of the graph, and the lengths of the sequences.
     """
     lengths = [len(it) for it in sequences]
-    if len(sequences) == 1 and not attended:  # faster for a single sequence
+    has_types = bool(graph.token_type_ids_name) and any(second_starts)
+    if len(sequences) == 1 and not attended and not has_types:  # faster for a single sequence
         return make_feeds(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
     is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
     first = sequences[0]
@@ -59,14 +60,27 @@ def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[in
     if attended:
         counts = np.array([[count or mask.shape[1]] for count in attended])  # (batch, 1)
         mask[is_token & (np.arange(mask.shape[1]) >= counts)] = 2
-    return make_feeds(graph, padded, mask), lengths
+    types = None
+    if has_types:
+        starts = np.array([[start or mask.shape[1]] for start in second_starts])  # (batch, 1)
+        types = (is_token & (np.arange(mask.shape[1]) >= starts)).astype(np.int64)  # (batch, seq)
+    return make_feeds(graph, padded, mask, types), lengths
 
 
-def make_feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> Feeds:
-    """Return the inputs of a graph for (batch, seq) ids or (batch, seq, d_model) vectors, with a (batch, seq) mask."""
+def make_feeds(
+    graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None = None
+) -> Feeds:
+    """Return the inputs of a graph.
+
+    Args:
+        graph: The graph.
+        padded: (batch, seq) ids, or (batch, seq, d_model) vectors.
+        mask: (batch, seq).
+        types: (batch, seq), the token types; None for zeros.
+    """
     feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
     if graph.token_type_ids_name:
-        feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
+        feeds[graph.token_type_ids_name] = np.zeros_like(mask) if types is None else types
     return feeds
 
 

@@ -1,7 +1,7 @@
 """The inputs of callers, and the checks that convert inputs to sequences."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from encserve_server.errors import FieldPath, InvalidField, RequestError, RequestField, SequenceTooLong
+from encserve_server.models.pairs import SentPair, kept_tokens, queries_without_ids
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.system.background import TURN_BYTES
 from encserve_server.types.arrays import TokenIds, Vectors
@@ -54,7 +55,12 @@ class SentVectors:
     count: int
 
 
-SentInput = str | SentIds | SentVectors
+SentInput = str | SentIds | SentVectors | SentPair
+
+
+def is_text(sent: SentInput) -> bool:
+    """Return whether an input is a text or a pair of texts."""
+    return isinstance(sent, str | SentPair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +198,15 @@ class InputChecker:
         sequences: dict[int, TokenSequence] = {}
         refused: dict[int, RequestError] = {}
         texts: dict[int, str] = {}
+        pairs: dict[int, SentPair] = {}
         text_tokens = 0
         for at, sent in inputs.items():
             try:
                 if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
                     self._check_text(at, sent)
                     texts[at] = rules.before + sent + rules.after
+                elif isinstance(sent, SentPair):
+                    pairs[at] = self._check_pair(at, sent)
                 else:
                     sequences[at] = self._check_numbers(at, sent, rules)
             except RequestError as error:
@@ -213,6 +222,11 @@ class InputChecker:
                     refused[at] = error.with_traceback(None)
             if is_mixed:
                 sequences = dict(sorted(sequences.items()))
+        if pairs:
+            found = self._tokenize_pairs(pairs, rules)
+            text_tokens += sum(len(it.input) for it in found.sequences.values())
+            sequences = dict(sorted((sequences | found.sequences).items()))
+            refused |= found.refused
         return Checked(sequences, refused, text_tokens)
 
     async def _count_text(self, inputs: Sequence[SentInput], rules: InputRules) -> int:
@@ -226,15 +240,20 @@ class InputChecker:
         around_bytes = len((rules.before + rules.after).encode())
         text_bytes = counted_chars = 0
         for at, sent in enumerate(inputs):
-            if isinstance(sent, str):
+            texts: tuple[str, ...] = (sent,) if isinstance(sent, str) else ()
+            if isinstance(sent, SentPair):
+                self._check_pair(at, sent)
+                texts = (sent.query.text, sent.document)
+            for text in texts:
                 if counted_chars > TURN_BYTES:
                     counted_chars = 0
                     await asyncio.sleep(0)
-                counted_chars += len(sent)
-                size = len(sent.encode("utf-8", "surrogatepass"))
+                counted_chars += len(text)
+                size = len(text.encode("utf-8", "surrogatepass"))
                 if size > self._max_text_bytes:
-                    self._check_text(at, sent)
-                text_bytes += size + around_bytes
+                    self._check_text(at, text)
+                text_bytes += size
+            text_bytes += around_bytes if texts else 0
         return text_bytes
 
     def _check_text(self, at: int, text: str) -> None:
@@ -243,10 +262,95 @@ class InputChecker:
             raise InvalidField(
                 FieldPath(RequestField.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids"
             )
+        if self._template is not None and self._template.between is not None:
+            raise InvalidField(
+                FieldPath(RequestField.TEXT, at),
+                f"model {self._bundle.name} takes pairs of texts only: send a query and documents",
+            )
+        self._check_bytes(FieldPath(RequestField.TEXT, at), text)
+
+    def _check_pair(self, at: int, pair: SentPair) -> SentPair:
+        """Check the texts of a pair before they are tokenized."""
+        tokenizer, template = self._tokenizer, self._template
+        layout = None if tokenizer is None else tokenizer.pair if template is None else template.between
+        if layout is None:
+            raise InvalidField(
+                FieldPath(RequestField.TEXT, at), f"model {self._bundle.name} cannot tokenize pairs of texts"
+            )
+        self._check_bytes(FieldPath(RequestField.QUERY, at), pair.query.text)
+        self._check_bytes(FieldPath(RequestField.TEXT, at), pair.document)
+        return pair
+
+    def _check_bytes(self, field: FieldPath, text: str) -> None:
         most = self._max_text_bytes
         # A character has at most 4 bytes, so most texts need no exact count.
         if len(text) * 4 > most and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
-            raise too_many_bytes(FieldPath(RequestField.TEXT, at), most, size)
+            raise too_many_bytes(field, most, size)
+
+    def _tokenize_pairs(self, pairs: Mapping[int, SentPair], rules: InputRules) -> Checked:
+        """Tokenize pairs of texts. The result has no number of text tokens."""
+        tokenizer, template = self._tokenizer, self._template
+        assert tokenizer is not None  # noqa: S101 - `_check_pair` has checked this
+        joined: dict[int, TokenSequence | str | RequestError] = {}
+        if template is not None:
+            # The template joins both texts to one text, whose end is cut.
+            around = rules.before, template.between or "", rules.after
+            texts = [f"{around[0]}{it.query.text}{around[1]}{it.document}{around[2]}" for it in pairs.values()]
+            joined.update(zip(pairs, tokenizer.tokenize(texts, rules.limit.tokens, details=False), strict=True))
+        else:
+            failures = self._tokenize_queries(tokenizer, pairs.values(), rules)
+            documents = tokenizer.tokenize_plain([it.document for it in pairs.values()])
+            for (at, pair), ids in zip(pairs.items(), documents, strict=True):
+                if pair.query.ids is None:
+                    problem = failures[id(pair.query)]
+                    joined[at] = self._tokenizer_error(FieldPath(RequestField.QUERY, at), problem)
+                else:
+                    joined[at] = ids if isinstance(ids, str) else self._join(at, pair.query.ids, ids, rules)
+        sequences: dict[int, TokenSequence] = {}
+        refused: dict[int, RequestError] = {}
+        plain = rules._replace(details=False)
+        for at, tokens in joined.items():
+            try:
+                if isinstance(tokens, RequestError):
+                    raise tokens
+                sequences[at] = self._check_tokens(at, "", tokens, plain)
+            except RequestError as error:
+                refused[at] = error.with_traceback(None)
+        return Checked(sequences, refused, 0)
+
+    def _tokenize_queries(
+        self, tokenizer: TextTokenizer, pairs: Iterable[SentPair], rules: InputRules
+    ) -> dict[int, str]:
+        """Set the ids of the different queries of pairs. Return the tokenizer's errors, by the id of the query."""
+        failures: dict[int, str] = {}
+        queries = queries_without_ids(pairs)
+        found = tokenizer.tokenize_plain([rules.before + it.text for it in queries]) if queries else []
+        for query, ids in zip(queries, found, strict=True):
+            if isinstance(ids, str):
+                failures[id(query)] = ids
+            else:
+                query.ids = ids
+        return failures
+
+    def _join(self, at: int, first: TokenIds, second: TokenIds, rules: InputRules) -> TokenSequence | RequestError:
+        """Cut the texts of a pair if they are too long, and add the special tokens."""
+        layout = None if self._tokenizer is None else self._tokenizer.pair
+        assert layout is not None  # noqa: S101 - `_check_pair` has checked this
+        scores = self._bundle.scores
+        room = rules.limit.tokens - layout.special_tokens
+        cuts_only_second = scores is not None and scores.cuts_only_second
+        kept = kept_tokens(len(first), len(second), room, cuts_only_second=cuts_only_second) if room > 0 else None
+        if kept is None:
+            return SequenceTooLong(
+                FieldPath(RequestField.QUERY, at),
+                "must leave room for the document: a pair has at most {limit} tokens (" + rules.limit.name + "), with "
+                "{special} special tokens; the query has {count}",
+                limit=rules.limit.tokens,
+                special=layout.special_tokens,
+                count=len(first),
+                task=rules.limit.task,
+            )
+        return layout.join(first, second, kept)
 
     def _check_tokens(self, at: int, text: str, tokens: TokenSequence | str, rules: InputRules) -> TokenSequence:
         """Check the tokens of a text, and add the details and the expansion.
@@ -262,13 +366,7 @@ class InputChecker:
             SequenceTooLong: The text has too many tokens, and truncation is off.
         """
         if isinstance(tokens, str):
-            raise InvalidField(
-                FieldPath(RequestField.TEXT, at),
-                "the tokenizer of {model} fails: {problem}. The vocabulary lacks a part of the text: remove that "
-                "part, or export the model with an unk token in tokenizer.json",
-                model=self._bundle.name,
-                problem=tokens,
-            )
+            raise self._tokenizer_error(FieldPath(RequestField.TEXT, at), tokens)
         if len(tokens.input) < self._least_tokens:
             raise InvalidField(FieldPath(RequestField.TEXT, at), "has no tokens")
         if self._without_row:
@@ -282,6 +380,15 @@ class InputChecker:
         if rules.expansion is not None:
             _expand(tokens, rules.expansion)
         return tokens
+
+    def _tokenizer_error(self, field: FieldPath, problem: str) -> InvalidField:
+        return InvalidField(
+            field,
+            "the tokenizer of {model} fails: {problem}. The vocabulary lacks a part of the text: remove that part, or "
+            "export the model with an unk token in tokenizer.json",
+            model=self._bundle.name,
+            problem=problem,
+        )
 
     def _check_rows(self, at: int, tokens: TokenSequence) -> None:
         """Refuse a text with an added token that is beyond the embedding table of the model."""
@@ -298,7 +405,7 @@ class InputChecker:
         if isinstance(sent, SentVectors):
             return self._check_vectors(at, sent, rules.limit)
         if self._bundle.graph.takes_vectors:
-            field = RequestField.TEXT if isinstance(sent, str) else RequestField.IDS
+            field = RequestField.TEXT if is_text(sent) else RequestField.IDS
             raise InvalidField(FieldPath(field, at), f"model {self._bundle.name} takes embeddings only")
         assert isinstance(sent, SentIds)  # noqa: S101 - the caller handles texts
         return self._check_ids(at, sent, rules.limit, rules.details)
@@ -375,6 +482,8 @@ def pieces(inputs: Sequence[SentInput], most_size: int = TURN_BYTES, around: int
 def _size(sent: SentInput, around: int) -> int:
     if isinstance(sent, str):
         return len(sent) + around
+    if isinstance(sent, SentPair):
+        return sent.size + around
     return len(sent.ids) if isinstance(sent, SentIds) else len(sent.vectors)
 
 

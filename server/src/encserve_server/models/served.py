@@ -18,7 +18,15 @@ from encserve_server.errors import (
     SequenceTooLong,
     TooManyInputs,
 )
-from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, check_length, pieces
+from encserve_server.models.inputs import (
+    InputChecker,
+    InputRules,
+    LengthLimit,
+    SentInput,
+    check_length,
+    is_text,
+    pieces,
+)
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted, inspection_cost
 from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
@@ -509,7 +517,7 @@ class ServedModel:
         try:
             sequences = await checker.check(inputs, rules, sender)
         finally:
-            if isinstance(inputs[0], str) or any(isinstance(it, str) for it in inputs):
+            if is_text(inputs[0]) or any(is_text(it) for it in inputs):
                 ended = self._clock.now()
                 self._observer.tokenized(ended - began)
                 if span is not None:

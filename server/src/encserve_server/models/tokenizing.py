@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
+from encserve_server.models.pairs import PairLayout, pair_layout
 from encserve_server.models.turns import FairThreadPool
+from encserve_server.types.arrays import TokenIds
 from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.sequences import TokenSequence
 
@@ -30,6 +32,7 @@ class TextTokenizer:
         max_token_bytes: The number of UTF-8 bytes of the longest token in the vocabulary.
         max_queue_bytes: The maximum number of UTF-8 bytes of text that may wait or be tokenized at the same time.
         special_around: The ids of the special tokens before a text, and of the special tokens after a text.
+        pair: The special tokens of a pair of texts; None if the tokenizer does not put one text after the other.
         template: The strings around every text, or None. `tokenize` does not add these strings.
     """
 
@@ -64,7 +67,11 @@ class TextTokenizer:
             self.added_tokens = {i: it.content for i, it in self._tokenizer.get_added_tokens_decoder().items()}
             ordinary = set(vocabulary.values()) - self.added_tokens.keys()
             self.largest_id: int = max((*ordinary, *self._tokenizer.encode("").ids), default=0)
-            self.special_around = _special_around(self._tokenizer, vocabulary)
+            sample = _sample(self._tokenizer, vocabulary)
+            self.special_around = ((), ()) if sample is None else _special_around(self._tokenizer.encode(sample))
+            self.pair: PairLayout | None = None
+            if sample is not None:
+                self.pair = pair_layout(self._tokenizer.encode(sample, sample))
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -120,6 +127,20 @@ class TextTokenizer:
                 return [str(error)]
             return [it for text in texts for it in self.tokenize([text], max_tokens, details=details)]
 
+    def tokenize_plain(self, texts: Sequence[str]) -> list[TokenIds | str]:
+        """Tokenize texts without special tokens around them, in the calling thread.
+
+        Returns:
+            For each text the (seq,) ids, or the text of the tokenizer's error.
+        """
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(it.ids, np.int64) for it in encoded]
+        except BaseException as error:  # an error in one text fails all texts
+            if not _is_failure(error):
+                raise
+            return [str(error)] if len(texts) == 1 else [it for text in texts for it in self.tokenize_plain([text])]
+
     def count_prompt(self, prompt: str) -> int:
         """Return the token count of a prompt, with the special tokens before the prompt, like sentence-transformers.
 
@@ -148,11 +169,8 @@ def _is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of the special tokens that the tokenizer adds before and after a text.
-
-    The function tokenizes "a" and then each of `words`, until a text has a token that is not special.
-    """
+def _sample(tokenizer: Tokenizer, words: Iterable[str]) -> str | None:
+    """Return a text that has a token that is not special: "a" or one of `words`. None if no such text is found."""
     for text in ("a", *words):  # without an unk token, the tokenizer may know only the words of its vocabulary
         try:
             encoding = tokenizer.encode(text)
@@ -160,11 +178,15 @@ def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
             if not _is_failure(error):
                 raise
             continue
-        ids, special = encoding.ids, encoding.special_tokens_mask
-        own = [i for i, it in enumerate(special) if not it]
-        if own:
-            return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
-    return (), ()
+        if not all(encoding.special_tokens_mask):
+            return text
+    return None
+
+
+def _special_around(encoding: Encoding) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids of the special tokens before and after a text."""
+    own = [i for i, it in enumerate(encoding.special_tokens_mask) if not it]
+    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
 
 
 def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, tokens_after: int | None) -> TokenSequence:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from encserve_server.errors import FieldPath, InvalidField, RequestField
-from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput
+from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, is_text
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.spans import SentSpans
 from encserve_server.models.tokenizing import TextTokenizer
@@ -25,7 +25,7 @@ class EncodeCall:
     """A decoded request, not yet checked against its model.
 
     Attributes:
-        inputs: Texts, ids, or vectors.
+        inputs: Texts, pairs of texts, ids, or vectors.
         outputs: The outputs to return. If empty, the reply has a row for each token.
         truncate: Whether an input that is too long is cut instead of refused.
         prompt_name: The name of the prompt before each text; empty for no prompt, None for the prompt of the task or
@@ -177,7 +177,7 @@ class CallPlanner:
             raise InvalidField(FieldPath(RequestField.TOKEN_STRINGS), problem)
         if not call.shape.without_special or self._bundle.special_token_ids:
             return
-        if not all(isinstance(it, str) for it in call.inputs):
+        if not all(is_text(it) for it in call.inputs):
             problem = f"the special tokens of model {self._bundle.name} are unknown for inputs that are not texts"
             raise InvalidField(FieldPath(RequestField.EXCLUDE_SPECIAL_TOKENS), problem)
 
@@ -237,7 +237,7 @@ class CallPlanner:
         skipped = self._skipped_tokens.get(prompt_name, 0)
         if not skipped or all(it.kind is not OutputKind.MODEL for it in call.outputs):
             return 0
-        texts = sum(isinstance(it, str) for it in call.inputs)
+        texts = sum(is_text(it) for it in call.inputs)
         if not texts:
             return 0
         if texts < len(call.inputs):
@@ -251,7 +251,7 @@ class CallPlanner:
 
 def _first_not_text(inputs: Sequence[SentInput]) -> int | None:
     """Return the index of the first input that is not a text; None if all are texts."""
-    return next((i for i, it in enumerate(inputs) if not isinstance(it, str)), None)
+    return next((i for i, it in enumerate(inputs) if not is_text(it)), None)
 
 
 def _limit_name(task: Task, bundle: Bundle) -> str:

@@ -107,7 +107,7 @@ class Embedder:
         """Compute the outputs of inputs as arrays.
 
         Args:
-            inputs: Texts, (seq,) token ids, or (seq, d_model) float32 vectors, as the model takes them.
+            inputs: Texts, pairs of texts, (seq,) token ids, or (seq, d_model) float32 vectors, as the model takes them.
             **options: See `EmbedOptions`.
 
         Returns:
@@ -144,11 +144,11 @@ class Embedder:
         """
         return self._make(inputs, on_batch, options, raises=False)
 
-    def tokenize(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> list[TokenIds | str]:
+    def tokenize(self, texts: Iterable[str | tuple[str, str]], **options: Unpack[EmbedOptions]) -> list[TokenIds | str]:
         """Return the ids that the model gets for each text, without running the model.
 
         Args:
-            texts: The texts.
+            texts: The texts, or pairs of texts.
             **options: See `EmbedOptions`. The prompt, the task and `truncate` change the ids.
 
         Returns:
@@ -159,7 +159,7 @@ class Embedder:
             Stopped: `stop` was called.
         """
         self._check_running()
-        sent: dict[int, SentInput] = dict(enumerate(texts))
+        sent: dict[int, SentInput] = {at: to_sent(at, it, self.bundle) for at, it in enumerate(texts)}
         call = to_call(list(sent.values()), options.get("output") or "tokens", options)
         sequences, refused = self._check(self._planner.plan_call(call), sent)
         ids = {it.index: np.asarray(it.input, np.int64) for it in sequences}

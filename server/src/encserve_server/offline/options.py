@@ -9,16 +9,27 @@ import numpy.typing as npt
 
 from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.pairs import SentPair, SentQuery
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import OutputSpec
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
-Input = str | Sequence[int] | npt.NDArray[Any]
-"""A text, (seq,) token ids, or (seq, d_model) vectors."""
+Input = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]
+"""A text, a pair of texts for the output "scores", (seq,) token ids, or (seq, d_model) vectors."""
 OutputName = Literal[
-    "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "tokens", "multi_vector", "sparse"
+    "model",
+    "mean",
+    "cls",
+    "max",
+    "last_token",
+    "weighted_mean",
+    "mean_sqrt_length",
+    "tokens",
+    "multi_vector",
+    "sparse",
+    "scores",
 ]
 
 
@@ -101,10 +112,12 @@ def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:
     """Convert the input with index `at`.
 
     Raises:
-        InvalidField: The input is neither a text, nor token ids, nor vectors.
+        InvalidField: The input is neither a text, nor a pair of texts, nor token ids, nor vectors.
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(it, str) for it in value):
+        return SentPair(SentQuery(str(value[0])), str(value[1]))
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths

@@ -54,6 +54,8 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
     if bundle.sparse is not None:
         shape = (2,) if bundle.sparse.pooling is SparsePooling.OWN_ID else (2, 3)
         heads[OutputKind.SPARSE] = _load(open_head, bundle.sparse.head, shape, all_threads=True)
+    if bundle.scores is not None:
+        heads[OutputKind.SCORES] = _load(open_head, bundle.scores.head, (2,), on_device=False)
     if not can_pool() and any(settings.token_pooling for settings in bundle.tasks.values()):
         raise BundleError(f"model {bundle.name} pools the vectors of tokens, which needs SciPy: install {EXTRA}")
     return heads

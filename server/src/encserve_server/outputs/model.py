@@ -16,6 +16,7 @@ from encserve_server.outputs.multi_vector import MultiVectors
 from encserve_server.outputs.plan import OutputPlan
 from encserve_server.outputs.pooled import ModelVector, Pooled
 from encserve_server.outputs.rows import BatchRows, Column, HasOutputs
+from encserve_server.outputs.scores import LabelScores
 from encserve_server.outputs.spans import Spans
 from encserve_server.outputs.sparse import SparseWeights
 from encserve_server.outputs.spec import SPAN_POOLINGS, OutputSpec, check_output_count
@@ -61,6 +62,8 @@ class ModelOutputs:
         if bundle.sparse is not None:
             head = heads.get(OutputKind.SPARSE, NotLoaded())
             kinds[OutputKind.SPARSE] = SparseWeights(bundle.sparse, head, max_vocabulary_bytes)
+        if bundle.scores is not None:
+            kinds[OutputKind.SCORES] = LabelScores(bundle.scores, heads.get(OutputKind.SCORES, NotLoaded()))
         self.kinds = {kind: kinds[kind] for kind in OutputKind if kind in kinds}
         self.plan = lru_cache(_MAX_PLANS)(self._plan)
 
@@ -104,7 +107,7 @@ class ModelOutputs:
         """Return the outputs from `check`, with their size and cost."""
         outputs = self.check(specs, task, skipped_tokens=skipped_tokens)
         kinds = [self.kinds[output.kind] for output in outputs]
-        is_fixed = all(isinstance(kind, Pooled | ModelVector) for kind in kinds)
+        is_fixed = all(isinstance(kind, Pooled | ModelVector | LabelScores) for kind in kinds)
         return OutputPlan(
             outputs,
             tuple(self.width(output) for output in outputs),
@@ -120,7 +123,7 @@ class ModelOutputs:
 
     def _unsupported(self, kind: OutputKind, at: int) -> InvalidField:
         field, bundle = FieldPath(RequestField.OUTPUT_KIND, at), self._bundle
-        if kind is OutputKind.MODEL and not (bundle.multi_vector or bundle.sparse):
+        if kind is OutputKind.MODEL and not (bundle.multi_vector or bundle.sparse or bundle.scores):
             problem = "the pooling of model {model} is unknown; ask for a pooling by its name"
             return InvalidField(field, problem, model=bundle.name)
         problem = "model {model} has no {kind}; it has {supported}"

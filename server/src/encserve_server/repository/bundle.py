@@ -93,6 +93,7 @@ def read_bundle(directory: Path) -> Bundle:
         tasks=reader.tasks(),
         multi_vector=reader.multi_vector(),
         sparse=reader.sparse(),
+        scores=reader.scores(),
         split_special_tokens=manifest.text.split_special_tokens,
         max_text_tokens=reader.max_text_tokens(),
         template=reader.template(),

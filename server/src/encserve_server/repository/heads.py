@@ -12,6 +12,7 @@ from encserve_server.types.bundles import (
     Expansion,
     HeadGraph,
     MultiVector,
+    Scores,
     Sparse,
     SparsePooling,
     StaticSparse,
@@ -19,11 +20,22 @@ from encserve_server.types.bundles import (
     TextTemplate,
     TokenPooling,
 )
-from encserve_server.types.requests import Task
+from encserve_server.types.requests import Activation, OutputKind, Task
 
 VerifiedPath = Callable[[str, str], Path]  # arguments: the name of a field, and its value, a path in the bundle
 
 _SIMILARITIES = ("maxsim", "meanmaxsim")
+_SCORE_POOLINGS = {
+    manifest_pb2.POOLING_MEAN: OutputKind.MEAN,
+    manifest_pb2.POOLING_CLS: OutputKind.CLS,
+    manifest_pb2.POOLING_LAST_TOKEN: OutputKind.LAST_TOKEN,
+}
+_CUTS_ONLY_SECOND = {
+    manifest_pb2.PAIR_TRUNCATION_LONGEST_FIRST: False,
+    manifest_pb2.PAIR_TRUNCATION_ONLY_SECOND: True,
+}
+# Labels are part of the description of a model, and replies have a logit for each label.
+_MAX_LABELS = 16_384
 
 
 class ManifestReader:
@@ -77,6 +89,39 @@ class ManifestReader:
         head = HeadGraph(path, names, sparse.output_name, shape.d_model, 1 if own_id else sparse.width)
         return Sparse(head, sparse.width, pooling, tuple(sparse.skipped_token_ids), sparse.max_active_dims)
 
+    def scores(self) -> Scores | None:
+        """Return the head that computes the logits of labels; None if the model has none."""
+        if not self._manifest.HasField("scores"):
+            return None
+        scores, shape = self._manifest.scores, self._manifest.encoder
+        self._check(
+            1 <= len(scores.labels) <= _MAX_LABELS,
+            f"scores.labels must have 1 to {_MAX_LABELS} names; it has {len(scores.labels)}",
+        )
+        for field, known in (
+            ("pooling", _SCORE_POOLINGS),
+            ("activation", set(Activation)),
+            ("pair_truncation", _CUTS_ONLY_SECOND),
+        ):
+            number = getattr(scores, field)
+            self._check(number in known, f"scores.{field} {number} is not known to this server")
+        last = scores.not_last_token_id if scores.HasField("not_last_token_id") else None
+        self._check(
+            last is None or (scores.pooling == manifest_pb2.POOLING_LAST_TOKEN and last < shape.vocab_size),
+            f"scores.not_last_token_id needs POOLING_LAST_TOKEN and must be below {shape.vocab_size}; was {last}",
+        )
+        self._check(self._manifest.HasField("text"), "scores needs text, because pairs are texts")
+        path = self._verified_path("scores.file", scores.file)
+        head = HeadGraph(path, (scores.input_name,), scores.output_name, shape.d_model, len(scores.labels))
+        return Scores(
+            head,
+            tuple(scores.labels),
+            _SCORE_POOLINGS[scores.pooling],
+            last,
+            Activation(scores.activation),
+            _CUTS_ONLY_SECOND[scores.pair_truncation],
+        )
+
     def tasks(self) -> dict[Task, TaskSettings]:
         """Return the settings of each task that the model treats differently."""
         manifest = self._manifest
@@ -105,8 +150,17 @@ class ManifestReader:
         kept = template.after_tokens
         self._check(kept < most, f"text.template.after_tokens must be below {most}; was {kept}")
         self._check(not self._manifest.pooling_skips_prompt, "pooling_skips_prompt needs a text without a template")
+        between = template.between if template.HasField("between") else None
+        self._check(
+            between is None or self._manifest.HasField("scores"), "text.template.between needs scores, which is not set"
+        )
         return TextTemplate(
-            template.before, template.before_prompt, template.after_prompt, template.after, template.after_tokens
+            template.before,
+            template.before_prompt,
+            template.after_prompt,
+            template.after,
+            template.after_tokens,
+            between,
         )
 
     def _task(self, name: str, settings: manifest_pb2.TaskSettings) -> TaskSettings:

@@ -36,10 +36,16 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
     """
     inputs = [it.input for it in batch.sequences]
     attended = [it.attended for it in batch.sequences]
+    second_starts = [it.second_start for it in batch.sequences]
     lengths = [len(it) for it in inputs]
     padded = len(lengths), max(lengths)
     try:
-        result = engine.run(inputs, attended=attended if any(attended) else (), alone=batch.alone)
+        result = engine.run(
+            inputs,
+            attended=attended if any(attended) else (),
+            second_starts=second_starts if any(second_starts) else (),
+            alone=batch.alone,
+        )
         if result.lengths != lengths or result.output.shape[:2] != padded:
             raise RuntimeError(f"the engine returned rows of shape {result.output.shape[:2]}, expected {padded}")
         began = time.perf_counter()

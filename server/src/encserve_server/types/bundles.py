@@ -9,7 +9,7 @@ import numpy as np
 
 from encserve_server.types.arrays import ModelInput, Numbers
 from encserve_server.types.inspections import InspectKind
-from encserve_server.types.requests import OutputKind, Task
+from encserve_server.types.requests import Activation, OutputKind, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Graph:
         pad_token_id: The id of padding tokens. The mask hides them.
         d_model: The width of a row.
         precision: The data type of the computation.
-        token_type_ids_name: The name of an input that is filled with zeros, int64 (batch, seq); empty if the graph has
-            no such input.
+        token_type_ids_name: The name of the input for token types, int64 (batch, seq): 1 for the tokens of the second
+            text of a pair, otherwise 0. Empty if the graph has no such input.
         vocab_size: The largest token id plus 1; 0 if the input is vectors.
     """
 
@@ -200,6 +200,28 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """The logits of a cross-encoder or a classifier.
+
+    Attributes:
+        head: The head. It turns (batch, d_model) pooled rows into (batch, labels) logits.
+        labels: The names of the labels.
+        pooling: The pooling: OutputKind.MEAN, CLS or LAST_TOKEN.
+        not_last_token_id: For OutputKind.LAST_TOKEN: an id that does not count as the last token; None if each id
+            counts.
+        activation: The function that turns logits into the model's scores.
+        cuts_only_second: Whether only the second text of a pair is cut. Otherwise, the longer text is cut first.
+    """
+
+    head: HeadGraph
+    labels: tuple[str, ...]
+    pooling: OutputKind
+    not_last_token_id: int | None
+    activation: Activation
+    cuts_only_second: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TextTemplate:
     """The template around every text.
 
@@ -209,6 +231,8 @@ class TextTemplate:
         after_prompt: The string between the prompt and the text.
         after: The string after the text.
         after_tokens: The number of tokens of `after`. Truncation keeps these tokens.
+        between: The string between the two texts of a pair; None if the template is for single texts. A template for
+            pairs takes no single texts.
     """
 
     before: str
@@ -216,6 +240,7 @@ class TextTemplate:
     after_prompt: str
     after: str
     after_tokens: int
+    between: str | None = None
 
     def before_text(self, prompt: str) -> str:
         """Return the string before a text, including the prompt."""
@@ -266,6 +291,7 @@ class Bundle:
         tasks: The settings of the tasks that the model supports.
         multi_vector: The description of OutputKind.MULTI_VECTOR; None if not supported.
         sparse: The description of OutputKind.SPARSE; None if not supported.
+        scores: The description of OutputKind.SCORES; None if not supported.
         takes_empty_texts: Whether a text without tokens is pooled as a row of zeros. Otherwise the text is refused.
         split_special_tokens: Whether the name of a special token in a text is tokenized like other text.
         max_text_tokens: The maximum number of tokens of a text without a task; 0 for max_sequence_tokens.
@@ -295,6 +321,7 @@ class Bundle:
     tasks: Mapping[Task, TaskSettings] = field(default_factory=dict)
     multi_vector: MultiVector | None = None
     sparse: Sparse | None = None
+    scores: Scores | None = None
     takes_empty_texts: bool = False
     split_special_tokens: bool = False
     max_text_tokens: int = 0

@@ -20,6 +20,7 @@ class OutputKind(IntEnum):
     MULTI_VECTOR = 9  # a vector for each token, for MaxSim
     SPARSE = 10  # weights over the vocabulary
     SPANS = 11  # a pooled row for each span of the sequence
+    SCORES = 12  # a logit for each label of a cross-encoder or a classifier
 
 
 class Task(IntEnum):
@@ -63,6 +64,14 @@ class OffsetUnit(IntEnum):
     CODE_POINTS = 1
     UTF8_BYTES = 2
     TOKENS = 3  # token indices before truncation
+
+
+class Activation(IntEnum):
+    """The function that turns logits into scores. The protobuf enums of the same name have the same values."""
+
+    NONE = 1
+    SIGMOID = 2
+    SOFTMAX = 3
 
 
 class Detail(IntEnum):

@@ -24,6 +24,8 @@ class TokenSequence:
             is not a text or the call does not need offsets.
         char_ends: (seq,) the exclusive end of each token; see `char_starts`.
         kept_after: The number of tokens kept at the end, behind the cut; 0 without truncation.
+        second_start: The index of the first token with token type 1: the second text of a pair. 0 if all tokens have
+            type 0.
         attended: Every token attends only to the first `attended` tokens; 0 for no limit.
         token_spans: The spans for OutputKind.SPANS; None without spans.
         wanted: The outputs to compute.
@@ -44,6 +46,7 @@ class TokenSequence:
     char_starts: list[int] | None = None
     char_ends: list[int] | None = None
     kept_after: int = 0
+    second_start: int = 0
     attended: int = 0
     token_spans: TokenSpans | None = None
     wanted: tuple[Output, ...] = ()

@@ -22,6 +22,19 @@ class SparsePooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPARSE_POOLING_MAX: _ClassVar[SparsePooling]
     SPARSE_POOLING_SUM: _ClassVar[SparsePooling]
     SPARSE_POOLING_OWN_ID: _ClassVar[SparsePooling]
+
+class Activation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTIVATION_UNSPECIFIED: _ClassVar[Activation]
+    ACTIVATION_NONE: _ClassVar[Activation]
+    ACTIVATION_SIGMOID: _ClassVar[Activation]
+    ACTIVATION_SOFTMAX: _ClassVar[Activation]
+
+class PairTruncation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAIR_TRUNCATION_UNSPECIFIED: _ClassVar[PairTruncation]
+    PAIR_TRUNCATION_LONGEST_FIRST: _ClassVar[PairTruncation]
+    PAIR_TRUNCATION_ONLY_SECOND: _ClassVar[PairTruncation]
 POOLING_UNSPECIFIED: Pooling
 POOLING_MEAN: Pooling
 POOLING_CLS: Pooling
@@ -33,9 +46,16 @@ SPARSE_POOLING_UNSPECIFIED: SparsePooling
 SPARSE_POOLING_MAX: SparsePooling
 SPARSE_POOLING_SUM: SparsePooling
 SPARSE_POOLING_OWN_ID: SparsePooling
+ACTIVATION_UNSPECIFIED: Activation
+ACTIVATION_NONE: Activation
+ACTIVATION_SIGMOID: Activation
+ACTIVATION_SOFTMAX: Activation
+PAIR_TRUNCATION_UNSPECIFIED: PairTruncation
+PAIR_TRUNCATION_LONGEST_FIRST: PairTruncation
+PAIR_TRUNCATION_ONLY_SECOND: PairTruncation
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity", "space_id", "query", "document", "multi_vector", "sparse")
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity", "space_id", "query", "document", "multi_vector", "sparse", "scores")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +89,7 @@ class Manifest(_message.Message):
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     MULTI_VECTOR_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     name: str
     version: str
@@ -95,7 +116,8 @@ class Manifest(_message.Message):
     document: TaskSettings
     multi_vector: MultiVector
     sparse: Sparse
-    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., query: _Optional[_Union[TaskSettings, _Mapping]] = ..., document: _Optional[_Union[TaskSettings, _Mapping]] = ..., multi_vector: _Optional[_Union[MultiVector, _Mapping]] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
+    scores: Scores
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., query: _Optional[_Union[TaskSettings, _Mapping]] = ..., document: _Optional[_Union[TaskSettings, _Mapping]] = ..., multi_vector: _Optional[_Union[MultiVector, _Mapping]] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ...) -> None: ...
 
 class TaskSettings(_message.Message):
     __slots__ = ("prompt_name", "max_tokens", "expansion", "skipped_token_ids", "kept_token_ids", "token_pooling", "static_sparse")
@@ -171,6 +193,26 @@ class Sparse(_message.Message):
     max_active_dims: int
     def __init__(self, file: _Optional[str] = ..., rows_name: _Optional[str] = ..., mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., width: _Optional[int] = ..., pooling: _Optional[_Union[SparsePooling, str]] = ..., skipped_token_ids: _Optional[_Iterable[int]] = ..., max_active_dims: _Optional[int] = ...) -> None: ...
 
+class Scores(_message.Message):
+    __slots__ = ("file", "input_name", "output_name", "labels", "pooling", "not_last_token_id", "activation", "pair_truncation")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NOT_LAST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    PAIR_TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    input_name: str
+    output_name: str
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    pooling: Pooling
+    not_last_token_id: int
+    activation: Activation
+    pair_truncation: PairTruncation
+    def __init__(self, file: _Optional[str] = ..., input_name: _Optional[str] = ..., output_name: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., not_last_token_id: _Optional[int] = ..., activation: _Optional[_Union[Activation, str]] = ..., pair_truncation: _Optional[_Union[PairTruncation, str]] = ...) -> None: ...
+
 class StaticSparse(_message.Message):
     __slots__ = ("tokenizer_file", "weights_file", "max_tokens")
     TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
@@ -222,18 +264,20 @@ class TextInput(_message.Message):
     def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ..., split_special_tokens: bool = ..., max_tokens: _Optional[int] = ..., template: _Optional[_Union[TextTemplate, _Mapping]] = ..., takes_empty: bool = ...) -> None: ...
 
 class TextTemplate(_message.Message):
-    __slots__ = ("before", "before_prompt", "after_prompt", "after", "after_tokens")
+    __slots__ = ("before", "before_prompt", "after_prompt", "after", "after_tokens", "between")
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     BEFORE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     AFTER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     AFTER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_FIELD_NUMBER: _ClassVar[int]
     before: str
     before_prompt: str
     after_prompt: str
     after: str
     after_tokens: int
-    def __init__(self, before: _Optional[str] = ..., before_prompt: _Optional[str] = ..., after_prompt: _Optional[str] = ..., after: _Optional[str] = ..., after_tokens: _Optional[int] = ...) -> None: ...
+    between: str
+    def __init__(self, before: _Optional[str] = ..., before_prompt: _Optional[str] = ..., after_prompt: _Optional[str] = ..., after: _Optional[str] = ..., after_tokens: _Optional[int] = ..., between: _Optional[str] = ...) -> None: ...
 
 class Graph(_message.Message):
     __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision", "token_type_ids_name", "embeddings_name")
@@ -325,7 +369,7 @@ class ParameterCount(_message.Message):
     def __init__(self, part: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Parity(_message.Message):
-    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance", "expected_rows", "max_expected_error", "min_expected_cosine")
+    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance", "expected_rows", "max_expected_error", "min_expected_cosine", "score_pairs", "max_score_error", "score_tolerance", "min_score_rank_correlation", "max_score_change")
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
     MAX_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
     MAX_PADDING_ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +388,11 @@ class Parity(_message.Message):
     EXPECTED_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_EXPECTED_ERROR_FIELD_NUMBER: _ClassVar[int]
     MIN_EXPECTED_COSINE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SCORE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SCORE_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_RANK_CORRELATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_SCORE_CHANGE_FIELD_NUMBER: _ClassVar[int]
     tolerance: float
     max_relative_error: float
     max_padding_error: float
@@ -362,7 +411,12 @@ class Parity(_message.Message):
     expected_rows: int
     max_expected_error: float
     min_expected_cosine: float
-    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ..., expected_rows: _Optional[int] = ..., max_expected_error: _Optional[float] = ..., min_expected_cosine: _Optional[float] = ...) -> None: ...
+    score_pairs: int
+    max_score_error: float
+    score_tolerance: float
+    min_score_rank_correlation: float
+    max_score_change: float
+    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ..., expected_rows: _Optional[int] = ..., max_expected_error: _Optional[float] = ..., min_expected_cosine: _Optional[float] = ..., score_pairs: _Optional[int] = ..., max_score_error: _Optional[float] = ..., score_tolerance: _Optional[float] = ..., min_score_rank_correlation: _Optional[float] = ..., max_score_change: _Optional[float] = ...) -> None: ...
 
 class ParityCase(_message.Message):
     __slots__ = ("lengths", "max_relative_error")

@@ -14,6 +14,7 @@ from encserve_server.failures import Failure
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.reply_size import ReplyShape
+from encserve_server.models.scoring import score_method
 from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.models.spans import SentSpans
 from encserve_server.models.treatment import EncodeCall
@@ -78,6 +79,11 @@ def decode_truncation(name: str, value: int) -> bool:
 def decode_task(name: str, value: int) -> Task:
     """Return the task of the texts."""
     return decode_enum(name, value, _TASKS, pb.Task)
+
+
+def decode_priority(value: int) -> Priority:
+    """Return the priority of a request."""
+    return decode_enum("priority", value, _PRIORITIES, pb.Priority)
 
 
 def decode_float_type(name: str, value: int) -> DataType:
@@ -146,7 +152,7 @@ async def decode_call(request: pb.EncodeRequest, longest: int, inputs_with_spans
         options.task,
         spans,
         options.shape,
-        priority=decode_enum("priority", request.priority, _PRIORITIES, pb.Priority),
+        priority=decode_priority(request.priority),
     )
 
 
@@ -316,6 +322,10 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         multi_vector_width=bundle.multi_vector.head.width if bundle.multi_vector else 0,
         multi_vector_similarity=bundle.multi_vector.similarity if bundle.multi_vector else "",
         sparse_width=bundle.sparse.width if bundle.sparse else 0,
+        score_method=pb.ScoreMethod.Name(score_method(bundle)),
+        labels=bundle.scores.labels if bundle.scores else (),
+        activation=pb.Activation.Name(bundle.scores.activation if bundle.scores else 0),
+        takes_pairs_only=bundle.template is not None and bundle.template.between is not None,
     )
 
 

@@ -5,13 +5,14 @@ from typing import Any
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import Naming, RequestField
-from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
+from encserve_server.types.requests import Activation, DataType, OffsetUnit, OutputKind, Task
 
 _INPUT, _OUTPUT = "inputs{at:[#]}", "options.outputs{at:[#]}"
 _ENCODE = {
     RequestField.INPUTS: "inputs",
     RequestField.INPUT: _INPUT,
     RequestField.TEXT: f"{_INPUT}.text",
+    RequestField.QUERY: f"{_INPUT}.text",
     RequestField.IDS: _INPUT + ".token_ids{place:.ids[#]}",
     RequestField.VECTORS: f"{_INPUT}.embeddings",
     RequestField.VECTORS_WIDTH: f"{_INPUT}.embeddings.width",
@@ -32,12 +33,15 @@ _ENCODE = {
     RequestField.PROMPT_NAME: "options.prompt_name",
     RequestField.TOKEN_STRINGS: "options.include_token_strings",
     RequestField.EXCLUDE_SPECIAL_TOKENS: "options.exclude_special_tokens",
+    RequestField.TOP_K: "top_k",
+    RequestField.ACTIVATION: "activation",
     RequestField.MODEL: "model",
     RequestField.MODEL_VERSION: "model_version",
     RequestField.FINGERPRINT: "expected_fingerprint",
     RequestField.SPACE_ID: "expected_space_id",
 }
 _ENUMS: dict[type[Enum], Any] = {
+    Activation: pb.Activation,
     DataType: pb.DataType,
     OffsetUnit: pb.OffsetUnit,
     OutputKind: pb.OutputKind,
@@ -52,3 +56,20 @@ TOKENIZE = Naming(_PLAIN | {RequestField.INPUTS: "texts", RequestField.INPUT: _T
 INSPECT = Naming(
     {field: name.replace(_INPUT, "input") for field, name in _PLAIN.items()} | {RequestField.INPUTS: "input"}, _VALUES
 )
+
+
+def score_naming(inputs: str) -> Naming:
+    """Return the names of fields in a ScoreRequest whose inputs are in the field `inputs`, such as "documents"."""
+    one = inputs + "{at:[#]}"
+    is_pair = inputs == "pairs"
+    names = {
+        RequestField.INPUTS: inputs,
+        RequestField.INPUT: one,
+        RequestField.TEXT: f"{one}.document" if is_pair else one,
+        RequestField.QUERY: f"{one}.query" if is_pair else "query",
+        RequestField.VECTORS: "document_vectors{at:[#]}",
+    }
+    return Naming(_PLAIN | names, _VALUES)
+
+
+SCORES = {inputs: score_naming(inputs) for inputs in ("documents", "document_vectors", "pairs", "texts")}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.calls import Access, Call
+from encserve_server.calls import Access, Call, score
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.rpcs import (
     RequestStreamRpc,
@@ -18,7 +18,7 @@ from encserve_server.endpoints.rpcs import (
 )
 from encserve_server.errors import DeadlineExpired, InvalidField
 from encserve_server.models.served import InspectCall, InspectReply, ServedModel
-from encserve_server.protocols.encserve import codec, inspect_codec, naming
+from encserve_server.protocols.encserve import codec, inspect_codec, naming, score_codec
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 _MAX_REQUEST_ID_BYTES = 128
@@ -45,6 +45,7 @@ class EncoderService:
                 RequestStreamRpc("EncodeStream", encode, parse=self.parse_streamed),
                 ServerStreamRpc("Inspect", naming.INSPECT, Access.INSPECT, answer=self.inspect),
                 UnaryRpc("Tokenize", naming.TOKENIZE, answer=self.tokenize),
+                UnaryRpc("Score", naming.SCORES["documents"], answer=self.score),
                 UnaryRpc("ListModels", encode, listing, answer=self.list_models),
                 UnaryRpc("GetModel", encode, listing, answer=self.get_model),
             ],
@@ -95,6 +96,18 @@ class EncoderService:
         decoded = codec.decode_tokenize_call(request)
         return await call.tokenize(model, decoded, partial(codec.encode_tokens, model, decoded))
 
+    async def score(self, data: bytes, call: Call) -> bytes:
+        """Return the scores of documents, pairs or texts."""
+        request = parse(pb.ScoreRequest, data)
+        inputs = score_codec.inputs_of(request)
+        call.naming = naming.SCORES[inputs]
+        count = score_codec.count_inputs(request, inputs)
+        model = self._resolve(request, count, call)
+        model.check_counts(count)
+        decoded = score_codec.decode_score_call(request, inputs)
+        del request
+        return await score(call, model, decoded, partial(score_codec.encode_scores, model))
+
     async def list_models(self, data: bytes, call: Call) -> bytes:
         """Return every loaded model that the caller may use."""
         parse(pb.ListModelsRequest, data)
@@ -110,7 +123,9 @@ class EncoderService:
     def _info(self, model: ServedModel) -> pb.ModelInfo:
         return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
 
-    def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int, call: Call) -> ServedModel:
+    def _resolve(
+        self, request: pb.EncodeRequest | pb.InspectRequest | pb.ScoreRequest, sequences: int, call: Call
+    ) -> ServedModel:
         expected = request.expected_fingerprint, request.expected_space_id
         return call.resolve(sequences, request.model, request.model_version, *expected)
 
