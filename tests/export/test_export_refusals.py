@@ -17,6 +17,7 @@ from onnx_files import build as build_onnx
 from onnx_files import save as save_onnx
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from score_models import write_scores
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from encserve_export import Exported, Target, export_hf, report
@@ -176,7 +177,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "classifier": (
         config(architectures=["BertForSequenceClassification"]),
-        r"is a cross-encoder or a classifier: it gives scores and no vector .*give --ignore-head",
+        r"has no tokenizer, which a cross-encoder or a classifier needs: .*give --ignore-head for the encoder alone",
     ),
 }
 
@@ -305,18 +306,9 @@ def test_the_report_lists_an_unused_decoder(tmp_path: Path) -> None:
     assert export(tmp_path / "directory", tmp_path / "models").unused_parts == ("decoder",)
 
 
-def test_a_cross_encoder_is_refused(tmp_path: Path) -> None:
-    """Export a cross-encoder on each route, and expect an error.
-
-    The directory is in the format of sentence-transformers 6, which has a modules.json.
-    """
-    from sentence_transformers import CrossEncoder
-    from transformers import AutoModelForSequenceClassification
-
-    plain = save(NAMED["BERT"], tmp_path)
-    AutoModelForSequenceClassification.from_pretrained(plain, num_labels=1).save_pretrained(plain)
-    tokenizer(models.WordLevel(WORDS, unk_token="w1"))(plain)
-    for via in (None, "onnx", "transformers"):
-        directory = tmp_path / str(via) / "directory"
-        CrossEncoder(str(plain), device="cpu").save_pretrained(str(directory))
-        assert "is a cross-encoder or a classifier: it gives scores" in refused(directory, via)
+def test_the_onnx_file_of_a_cross_encoder_is_refused(tmp_path: Path) -> None:
+    """Such a file computes logits, and a bundle needs hidden states."""
+    directory = write_scores(tmp_path / "directory", layout="6")
+    (directory / "onnx").mkdir()
+    (directory / "onnx" / "model.onnx").touch()
+    assert "computes logits instead of hidden states; use --via transformers" in refused(directory, "onnx")

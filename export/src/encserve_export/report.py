@@ -58,6 +58,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("pooling", _pooling(exported)),
         ("vectors", _multi_vector(manifest.multi_vector) if manifest.HasField("multi_vector") else ""),
         ("weights", _sparse(manifest.sparse) if manifest.HasField("sparse") else ""),
+        ("scores", _scores(manifest) if manifest.HasField("scores") else ""),
         *((task, _task(getattr(manifest, task), manifest)) for task in TASKS if manifest.HasField(task)),
         ("unused parts", ", ".join(exported.unused_parts)),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
@@ -83,7 +84,7 @@ def _space(exported: Exported) -> str:
 def _pooling(exported: Exported) -> str:
     manifest = exported.manifest
     if not manifest.pooling:
-        pools = manifest.HasField("multi_vector") or manifest.HasField("sparse")
+        pools = any(map(manifest.HasField, ("multi_vector", "sparse", "scores")))
         return "" if pools or "route" not in exported.notes else _POOLING_UNKNOWN
     poolings = [manifest_pb2.Pooling.Name(it) for it in (manifest.pooling, *manifest.more_poolings)]
     listed = " and ".join(it.removeprefix("POOLING_").lower().replace("_", " ") for it in poolings)
@@ -98,6 +99,15 @@ def _multi_vector(multi_vector: manifest_pb2.MultiVector) -> str:
 def _sparse(sparse: manifest_pb2.Sparse) -> str:
     largest = f", only the {sparse.max_active_dims} largest" if sparse.max_active_dims else ""
     return f"over {sparse.width} words, {_SPARSE_POOLINGS[sparse.pooling]}{largest}"
+
+
+def _scores(manifest: manifest_pb2.Manifest) -> str:
+    scores = manifest.scores
+    shown = ", ".join(scores.labels[:5]) + (", ..." if len(scores.labels) > 5 else "")
+    named = f"{len(scores.labels)} labels ({shown})" if len(scores.labels) > 1 else "1 label"
+    activation = manifest_pb2.Activation.Name(scores.activation).removeprefix("ACTIVATION_").lower()
+    takes = "pairs of texts only" if manifest.text.template.HasField("between") else "pairs of texts, and texts"
+    return f"{named}, activation {activation}, for {takes}"
 
 
 def _task(task: manifest_pb2.TaskSettings, manifest: manifest_pb2.Manifest) -> str:
@@ -154,6 +164,15 @@ def _expected(exported: Exported) -> str:
 def _pipeline(parity: manifest_pb2.Parity, library: str) -> str:
     if not library:
         return ""
+    if parity.score_pairs:
+        compared = f"{parity.score_pairs} pairs and texts compared with {library}, max error of a logit "
+        compared += f"{parity.max_score_error:.1e}"
+        if parity.score_tolerance:
+            return f"{compared}, tolerance {parity.score_tolerance:.1e}"
+        return (
+            f"{compared}, rank correlation {parity.min_score_rank_correlation:.6g}, largest change of a score "
+            f"{parity.max_score_change:.1e}"
+        )
     compared = f"{parity.pipeline_texts} texts compared with {library}, max error {parity.max_pipeline_error:.1e}"
     if parity.min_pipeline_cosine:
         compared += f", least cosine similarity {parity.min_pipeline_cosine:.6g}"

@@ -1,7 +1,8 @@
-"""Writes the heads of a model as ONNX. A head computes the final vectors from the encoder's output.
+"""Writes the heads of a model as ONNX. A head computes the final vectors or scores from the encoder's output.
 
-A bundle may have three heads: the modules after pooling, the modules that compute MaxSim vectors, and the modules that
-compute sparse weights over the vocabulary. MaxSim compares two texts by several vectors per text.
+A bundle may have four heads: the modules after pooling, the modules that compute MaxSim vectors, the modules that
+compute sparse weights over the vocabulary, and the modules that compute the logits of labels. MaxSim compares two texts
+by several vectors per text.
 """
 
 import contextlib
@@ -17,12 +18,12 @@ from encserve_export.core.errors import CheckpointFileError, ParityError
 from encserve_export.core.float64 import in_float64
 from encserve_export.core.precision import HEAD_TOLERANCE, Bounds, tolerance_for
 from encserve_export.core.runtime import open_session
-from encserve_export.kinds.spec import MultiVectorHead, SparseHead
+from encserve_export.kinds.spec import MultiVectorHead, ScoreHead, SparseHead
 from encserve_export.onnx_graph import traced
 from encserve_proto.bundle.v1 import manifest_pb2
 
 FILE = "head.onnx"
-MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
+MULTI_VECTOR_FILE, SPARSE_FILE, SCORES_FILE = "multi_vector.onnx", "sparse.onnx", "scores.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
 # The number of example vectors for the comparison of a head. 32 sparse vectors of 250,000 weights take 32 MB.
 _ROWS_COMPARED = 32
@@ -85,11 +86,40 @@ def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Pat
     )
 
 
+def write_scores(head: ScoreHead, d_model: int, folder: Path) -> manifest_pb2.Scores:
+    """Write the modules that compute logits. They map float32 (batch, d_model) to (batch, labels).
+
+    Raises:
+        CheckpointFileError: The modules do not accept hidden states of `d_model` dimensions.
+        ParityError: The logits from ONNX Runtime differ from PyTorch's.
+    """
+    example = _example(_POOLED, _ROWS_COMPARED, d_model)  # (batch, d_model)
+    _write(head.module, example, folder / SCORES_FILE, "the modules of the scores", small=True)
+    return manifest_pb2.Scores(
+        file=SCORES_FILE,
+        input_name=_POOLED,
+        output_name=_OUTPUT,
+        labels=head.labels,
+        pooling=head.pooling,
+        not_last_token_id=head.not_last_token_id,
+        activation=head.activation,
+        pair_truncation=head.pair_truncation,
+    )
+
+
 def _example(name: str, *shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0))}
 
 
-def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str, *, sparse: bool = False) -> int:
+def _write(
+    module: nn.Module,
+    example: Mapping[str, Tensor],
+    path: Path,
+    what: str,
+    *,
+    sparse: bool = False,
+    small: bool = False,
+) -> int:
     """Write a module as ONNX and compare it with PyTorch in float64. Return the width of the output, (n, width).
 
     Args:
@@ -98,6 +128,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         path: The file to write.
         what: The name of the module in errors.
         sparse: Whether the output is weights over the vocabulary. If so, the module's parameters go to a second file.
+        small: Whether the output has few numbers per row, such as one logit.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
@@ -119,9 +150,9 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
     (got,) = open_session(path).run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
-    # The relative error divides by the norm of a row, and the sparse weights of one token may all be almost 0. So all
-    # weights of the example are compared as one row.
-    got, want, own = (it.reshape(1, -1) if sparse else it for it in (got, float64.numpy(), float32.numpy()))
+    # The relative error divides by the norm of a row. The sparse weights of one token, or its only logit, may be almost
+    # 0. So all numbers of the example are compared as one row.
+    got, want, own = (it.reshape(1, -1) if sparse or small else it for it in (got, float64.numpy(), float32.numpy()))
     float32_error = relative_error(own, want)
     bounds = Bounds(error=tolerance_for(HEAD_TOLERANCE, float32_error))
     if excess := compare(got, want, bounds, float32_error).excess:

@@ -11,6 +11,7 @@ from encserve_export.bundle.space import space_id
 from encserve_export.check.agreement import Parity
 from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.pipeline import Compared
+from encserve_export.check.scores import ComparedScores
 from encserve_export.core.errors import ConfigError
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.source.tokenizer import TokenizerFile
@@ -52,7 +53,7 @@ class Source:
     route: str = ""
     repository: str = ""
     revision: str = ""
-    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None] | None = None
+    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | ComparedScores | None] | None = None
     model_digest: str = ""
     expected: Expected | None = None
 
@@ -95,7 +96,8 @@ def build_manifest(
         source: The origin of the model.
         parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
         files: All files of the bundle, directly in its folder.
-        heads: The graphs that run after the encoder, by manifest field: "head", "multi_vector" or "sparse".
+        heads: The graphs that run after the encoder, by manifest field: "head", "multi_vector", "sparse" or
+            "scores".
 
     Raises:
         ConfigError: The model expands each query or document to a length that exceeds max_sequence_tokens.
@@ -214,8 +216,17 @@ def _parity(parity: Parity) -> manifest_pb2.Parity:
     )
 
 
-def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
+def add_pipeline(parity: manifest_pb2.Parity, compared: Compared | ComparedScores) -> None:
     """Add the results of the comparison with sentence-transformers or transformers."""
+    if isinstance(compared, ComparedScores):
+        parity.score_pairs = compared.pairs
+        parity.max_score_error = _rounded(compared.max_error)
+        if compared.bounds.rank_correlation is None:
+            parity.score_tolerance = _rounded(compared.tolerance)
+        else:
+            parity.min_score_rank_correlation = _rounded_cosine(compared.min_rank_correlation)
+            parity.max_score_change = _rounded(compared.max_change)
+        return
     parity.pipeline_texts = compared.texts
     parity.max_pipeline_error = _rounded(compared.max_relative_error)
     if compared.bounds.cosine is not None:

@@ -66,7 +66,7 @@ MANIFEST_IGNORED = {
 # Fields of nested messages, at any depth, that are ignored for the same reasons.
 MESSAGE_IGNORED = {
     "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
-    "special_token_ids", "takes_empty", "similarity",
+    "special_token_ids", "takes_empty", "similarity", "labels",
 }  # fmt: skip
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from encserve_export.bundle import manifest
-from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
+from encserve_export.bundle.heads import write_head, write_multi_vector, write_scores, write_sparse
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import check_form
 from encserve_export.check import agreement
@@ -150,6 +150,8 @@ def _write_heads(vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Pa
         heads["multi_vector"] = write_multi_vector(vector.multi_vector, shape.d_model, folder)
     if vector.sparse is not None:
         heads["sparse"] = write_sparse(vector.sparse, shape, folder)
+    if vector.scores is not None:
+        heads["scores"] = write_scores(vector.scores, shape.d_model, folder)
     for static in vector.static_weights:
         static.write(folder)
     return heads

@@ -343,7 +343,7 @@ def check_inspection(
         weights_error = max([weights_error, *(_largest_difference(*pair) for pair in pairs[len(states) :])])
     of_states = bounds.with_rounding(states_error)
     of_weights = tolerance_for(bounds.attention_error, weights_error)
-    encoder = OnnxEncoder(folder / inspect_graph.file, graph)
+    encoder = OnnxEncoder(folder / inspect_graph.file, graph, half_types=reference.has_token_types)
     for sequence, expected in zip(sequences, exact or want, strict=True):
         outputs = encoder.outputs([*states, *weights], *_pad([sequence], 0))
         for name, got, rows in zip([*states, *weights], outputs, expected, strict=True):

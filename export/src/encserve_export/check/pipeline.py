@@ -51,12 +51,12 @@ _TEXTS = (
     f"A WORD of many letters: {'x' * 120}",
     200 * _SENTENCE,
 )
-_LONG_TEXT = 3000 * _SENTENCE  # longer than the longest sequence of any model
+LONG_TEXT = 3000 * _SENTENCE  # longer than the longest sequence of any model
 _TYPES_ADVICE = (
     "the tokenizer gives token_type_ids, which this model reads as tokens. If the model was trained without "
     'token_type_ids, write "model_input_names": ["input_ids", "attention_mask"] into tokenizer_config.json'
 )
-_ADVICE = (
+ADVICE = (
     "so the directory describes another model. Save the directory again with save_pretrained of a recent "
     "sentence-transformers or transformers, and export the new directory"
 )
@@ -125,7 +125,7 @@ class _Answers:
 
     library: str
     answers: Sequence[_Answer]
-    advice: str = _ADVICE
+    advice: str = ADVICE
 
 
 _ROWS = {"output_value": "token_embeddings"}  # makes sentence-transformers return hidden states
@@ -174,7 +174,7 @@ def _compare(
     differences: list[Comparison] = []
     # For each task, the vectors of the bundle and of the library.
     multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}
-    with _open(folder, manifest) as embedder:
+    with open_bundle(folder, manifest) as embedder:
         for answer in answers.answers:
             if answer.output == "ids":
                 _check_ids(embedder, answer, answers.library, manifest.encoder.vocab_size)
@@ -197,7 +197,7 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
+def open_bundle(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
     """Load the bundle in a draft folder, without token pooling and without a limit on sparse weights.
 
     Rounding may change which tokens are pooled together and which weights are kept. Such a change would cause a large
@@ -237,16 +237,16 @@ def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: in
     """
     tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
     for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
-        if (not _in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
+        if (not in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
             continue
-        ids = f"(refused: {got})" if isinstance(got, str) else _short(got)
+        ids = f"(refused: {got})" if isinstance(got, str) else shortened(got)
         raise ParityError(
-            f"for the text {_short(text)} with {answer.way.label} the bundle gives the ids {ids}, but {library} "
-            f"gives {_short(want)}; {_ADVICE}"
+            f"for the text {shortened(text)} with {answer.way.label} the bundle gives the ids {ids}, but {library} "
+            f"gives {shortened(want)}; {ADVICE}"
         )
 
 
-def _in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
+def in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
     """Return whether the list of ids is not empty and all ids are in the vocabulary."""
     return max(ids, default=vocab_size) < vocab_size
 
@@ -257,7 +257,7 @@ def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
     result: Any = embedder.run(texts, truncate=True, output=answer.output, **way.options)  # type: ignore[arg-type]
     if result.refused:
         place, reason = next(iter(result.refused.items()))
-        raise ParityError(f"the server refuses the text {_short(texts[place])} with {way.label}: {reason}; {_ADVICE}")
+        raise ParityError(f"the server refuses the text {shortened(texts[place])} with {way.label}: {reason}; {ADVICE}")
     if answer.output != "sparse":
         arrays: list[Rows] = result.arrays()
         return arrays
@@ -278,9 +278,9 @@ def _check_vectors(
     limit = Bounds(error=tolerance) if cosine is None else Bounds(cosine=cosine)
     advice = f"; {answers.advice}" if cosine is None else ""
     for text, got, want in zip(answer.texts, vectors, answer.outputs, strict=True):
-        where = f"{answers.library} for the text {_short(text)} with {answer.way.label}"
+        where = f"{answers.library} for the text {shortened(text)} with {answer.way.label}"
         if got.shape != want.shape:
-            raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {_ADVICE}")
+            raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {ADVICE}")
         if answer.output == "sparse" and cosine is not None and text == "":
             continue  # the empty text: rounding changes its few weights too much
         difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
@@ -333,7 +333,7 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
     texts: Sequence[Any]
     if manifest.HasField("text"):
         tokenize = partial(spec.tokenizer, truncation=True, max_length=longest)
-        probes = [*difficult_texts(spec.tokenizer), _LONG_TEXT]
+        probes = [*difficult_texts(spec.tokenizer), LONG_TEXT]
         answers.append(_Answer(_NO_PROMPT, "ids", probes, tokenize(probes)["input_ids"]))
         texts = _texts(spec.tokenizer)
         inputs = [{name: it.long() for name, it in tokenize(text, return_tensors="pt").items()} for text in texts]
@@ -349,8 +349,8 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
         return _Answers("transformers", answers)
     texts_of_rows, rows = [], []
     for text, tensors in zip(texts, inputs, strict=True):
-        if _in_vocabulary(tensors["input_ids"][0].tolist(), vocab_size):
-            with _failure(f"transformers itself fails for the text {_short(text)}"), torch.inference_mode():
+        if in_vocabulary(tensors["input_ids"][0].tolist(), vocab_size):
+            with library_failure(f"transformers itself fails for the text {shortened(text)}"), torch.inference_mode():
                 rows.append(model(**tensors).last_hidden_state[0].float().numpy())  # (seq, d_model)
             texts_of_rows.append(text)
     answers.append(_Answer(_NO_PROMPT, "tokens", texts_of_rows, rows))
@@ -358,11 +358,12 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
 
 
 @contextlib.contextmanager
-def _failure(problem: str) -> Iterator[None]:
+def library_failure(problem: str) -> Iterator[None]:
+    """Raise a ParityError with this problem if the library raises an error in the block."""
     try:
         yield
     except Exception as error:  # models and tokenizers may raise any exception
-        raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}; {_ADVICE}") from error
+        raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}; {ADVICE}") from error
 
 
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
@@ -372,12 +373,12 @@ def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
     adds the found embeddings.
     """
     reads_types = "token_type_ids" in inputs and not hasattr(model.config, "type_vocab_size")
-    return _TYPES_ADVICE if reads_types else _ADVICE
+    return _TYPES_ADVICE if reads_types else ADVICE
 
 
 def _ask_static(spec: ModelSpec, asked: int | None) -> _Answers:
     spec.tokenizer.enable_truncation(asked or spec.max_seq_length)
-    probes = [*TEXTS, _LONG_TEXT]
+    probes = [*TEXTS, LONG_TEXT]
     ids = [spec.tokenizer.encode(text, add_special_tokens=False).ids for text in probes]
     answers = [_Answer(_NO_PROMPT, "ids", probes, ids), *_ask_vectors(spec, _TEXTS)]
     return _Answers("sentence-transformers", answers)
@@ -385,7 +386,7 @@ def _ask_static(spec: ModelSpec, asked: int | None) -> _Answers:
 
 def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     transformer = transformer_of(spec.loaded)
-    longest = _set_lengths(transformer, spec, asked)
+    longest = set_lengths(transformer, spec, asked)
     vocab_size = transformer.model.get_input_embeddings().num_embeddings
     if spec.skips_prompt:
         _check_prompts(transformer.tokenizer, spec.prompts.values(), longest)
@@ -395,10 +396,10 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
             continue  # static weights have their own tokenizer
         # The long text gets a separate call, because a call pads all texts to the length of the longest text.
-        ids = _ids(transformer, probes, way) + _ids(transformer, [_LONG_TEXT], way)
-        answers.append(_Answer(way, "ids", [*probes, _LONG_TEXT], ids))
+        ids = _ids(transformer, probes, way) + _ids(transformer, [LONG_TEXT], way)
+        answers.append(_Answer(way, "ids", [*probes, LONG_TEXT], ids))
         pairs = zip(texts, _ids(transformer, texts, way), strict=True)
-        texts = [text for text, text_ids in pairs if _in_vocabulary(text_ids, vocab_size)]
+        texts = [text for text, text_ids in pairs if in_vocabulary(text_ids, vocab_size)]
     if not texts:
         raise ParityError(f"no text has token ids below {vocab_size}, the number of rows of the model's table")
     answers += _ask_vectors(spec, texts)
@@ -407,7 +408,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     return _Answers("sentence-transformers", answers, _advice(transformer.model, transformer.preprocess(["a"])))
 
 
-def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
+def set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
     """Set the length limits of sentence-transformers to the limits of the bundle.
 
     sentence-transformers does not know the user's limit. For some models, sentence-transformers does not know the
@@ -433,9 +434,9 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
         count = len(tokenizer(prompt)["input_ids"])
         if count >= longest:
             raise UnsupportedModelError(
-                f"the prompt {_short(prompt)} has {count} tokens, and a text has at most {longest} (max_seq_length): "
-                "pooling leaves out the prompt (include_prompt is false), and no other token fits. Remove the "
-                "prompt, or give a larger --max-sequence-tokens"
+                f"the prompt {shortened(prompt)} has {count} tokens, and a text has at most {longest} "
+                "(max_seq_length): pooling leaves out the prompt (include_prompt is false), and no other token fits. "
+                "Remove the prompt, or give a larger --max-sequence-tokens"
             )
 
 
@@ -457,7 +458,7 @@ def _ways(spec: ModelSpec) -> list[_Way]:
 
 def _ids(transformer: Any, texts: Sequence[str], way: _Way) -> list[list[int]]:
     task = {"task": way.task} if way.task else {}
-    with _failure(f"sentence-transformers itself fails with {way.label}"), quiet():
+    with library_failure(f"sentence-transformers itself fails with {way.label}"), quiet():
         batch = transformer.preprocess(texts, prompt=way.prompt or None, **task)
     seen = batch["attention_mask"].bool()  # (texts, seq)
     if "query_expansion_positions" in batch:
@@ -488,7 +489,7 @@ def _ask_vectors(spec: ModelSpec, texts: Sequence[str]) -> list[_Answer]:
 def _encode(spec: ModelSpec, way: _Way, text: str, arguments: Mapping[str, Any]) -> Rows:
     encode = getattr(spec.loaded, f"encode_{way.task}") if way.task else spec.loaded.encode
     prompt = {"prompt": way.prompt} if "prompt_name" in way.options else {}
-    with _failure(f"sentence-transformers itself fails for the text {_short(text)} with {way.label}"):
+    with library_failure(f"sentence-transformers itself fails for the text {shortened(text)} with {way.label}"):
         vectors = encode([text], show_progress_bar=False, **prompt, **arguments)[0]
     return np.atleast_2d(np.asarray(vectors, np.float32))
 
@@ -515,7 +516,7 @@ def _texts(tokenizer: Any) -> Sequence[str]:
     return [*_TEXTS, " ".join(("the", *tokenizer.all_special_tokens[:8], "cat"))]
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
     """Shorten a text or a list of ids for an error message: the first 60 characters, escaped, or the first 20 ids."""
     if isinstance(value, str):
         return ascii(value) if len(value) <= 60 else f"{value[:60]!a}... ({len(value)} characters)"

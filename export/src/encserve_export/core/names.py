@@ -6,5 +6,6 @@ OPSET = 20
 FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 INSPECT_FILE = "inspect.onnx"
+TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
 INPUT_IDS, EMBEDDINGS, ATTENTION_MASK, OUTPUT = "input_ids", "inputs_embeds", "attention_mask", "last_hidden_state"
 POSITIONS = "positions"

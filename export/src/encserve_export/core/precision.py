@@ -42,6 +42,8 @@ class Bounds:
         padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
         maxsim_error: The largest difference between a MaxSim score and the score of sentence-transformers, divided by
             the best score of the same query.
+        rank_correlation: The least rank correlation (Spearman) between the logits of a bundle and the logits of
+            sentence-transformers over many pairs of texts; None if the errors of logits are limited.
         attention_error: The largest difference between an attention weight and PyTorch's weight in float64. If cosine
             similarities are limited, the largest share of attention that moves to other tokens in a block. This share
             is a mean over heads and tokens.
@@ -52,6 +54,7 @@ class Bounds:
     cosine: float | None = None
     padding_cosine: float | None = None
     maxsim_error: float = 1e-4
+    rank_correlation: float | None = None
     attention_error: float = 1e-5
 
     def with_rounding(self, float32_error: float) -> "Bounds":
@@ -83,8 +86,10 @@ def tolerance_for(tolerance: float, float32_error: float) -> float:
 # lists the retrieval quality of float16 and int8.
 BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),
-    "float16": Bounds(cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01),
-    "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1),
+    "float16": Bounds(
+        cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01, rank_correlation=0.99
+    ),
+    "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1, rank_correlation=0.9),
 }
 # Heads are small float32 graphs, so their outputs differ only by the rounding of one or two layers.
 HEAD_TOLERANCE = 1e-5
@@ -93,6 +98,9 @@ HEAD_TOLERANCE = 1e-5
 # weight may differ by the first number times the weight, plus the second number. The second number is needed because
 # small differences around 0 become weights after ReLU.
 PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
+# The tolerance for a logit of a float32 bundle: |got - want| / max(1, |want|), compared with sentence-transformers in
+# float64. A logit can be almost 0, so that smaller logits are compared by their absolute error.
+SCORE_TOLERANCE = 1e-4
 
 
 def bounds_of(precision: str) -> Bounds:

@@ -21,7 +21,7 @@ from encserve_export.kinds.directory import (
     transformer_settings,
 )
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec, ModuleFacts, Steps, read_pooling
-from encserve_export.kinds.template import read_template
+from encserve_export.kinds.template import TemplateReader, read_template
 from encserve_export.source.tokenizer import load_tokenizer, tokenizer_source
 from encserve_export.source.weights import holds_weights, read_json, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -71,13 +71,16 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
     )
 
 
-def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
+def read_text(
+    encoder: Path, loaded: Any, transformer: Any, template_of: TemplateReader = read_template
+) -> dict[str, Any]:
     """Return the fields of a `ModelSpec` that describe how a text becomes token ids.
 
     Args:
         encoder: The folder of the encoder.
         loaded: A model of sentence-transformers.
         transformer: The Transformer module of `loaded`.
+        template_of: Reads the chat template of the model, if it has one.
 
     Raises:
         UnsupportedModelError: The model accepts inputs other than text, sentence-transformers pools the hidden states
@@ -100,7 +103,7 @@ def read_text(encoder: Path, loaded: Any, transformer: Any) -> dict[str, Any]:
         "loaded": loaded,
         # Without tokenizer files, transformers creates a tokenizer with only special tokens. Do not use this tokenizer.
         "tokenizer": None if tokenizer_source(encoder) is None else transformer.tokenizer,
-        "template": read_template(transformer, has_prompts=has_prompts) if "message" in modalities else None,
+        "template": template_of(transformer, has_prompts=has_prompts) if "message" in modalities else None,
         "prompts": dict(loaded.prompts),
         "default_prompt_name": loaded.default_prompt_name or "",
     }

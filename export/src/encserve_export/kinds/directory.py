@@ -28,6 +28,7 @@ _KINDS: Mapping[str, Kind] = {
     "SparseEncoder": "sparse",
     "MultiVectorEncoder": "multi_vector",
     "ColBERT": "multi_vector",
+    "CrossEncoder": "scores",
 }
 # Only PyLate writes these fields into config_sentence_transformers.json.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
@@ -37,6 +38,7 @@ _CLASSES: Mapping[Kind, str] = {
     "static": "SentenceTransformer",
     "sparse": "SparseEncoder",
     "multi_vector": "MultiVectorEncoder",
+    "scores": "CrossEncoder",
 }
 # The possible names of the file with the Transformer module's settings. In older versions of sentence-transformers, the
 # file name contains the architecture of the model.
@@ -53,8 +55,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether to export the encoder of a classifier or a cross-encoder. If false, refuse such a
-            directory.
+        ignore_head: Whether a classifier or a cross-encoder counts as its encoder alone, of the kind "dense".
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
@@ -62,12 +63,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     named = settings.get("model_type")
-    if not ignore_head and _gives_scores(directory, config, named):
-        raise UnsupportedModelError(
-            f"{directory} is a cross-encoder or a classifier: it gives scores and no vector for a text. Use a "
-            "server for such models. To export the encoder without its head, give --ignore-head"
-        )
-    if named not in (None, "CrossEncoder", *_KINDS):
+    if named not in (None, *_KINDS):
         raise UnsupportedModelError(
             f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {named!r}. A newer version of "
             "sentence-transformers may have written this value"
@@ -79,6 +75,8 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
             "PEFT's merge_and_unload, save the merged model with save_pretrained, and export that model"
         )
     modules = [name for name, _ in read_modules(directory)]
+    if _gives_scores(directory, config, named):
+        return "dense" if ignore_head else "scores"
     kind = _KINDS.get(named or "", "dense")
     by_pylate = named is None and not settings.keys().isdisjoint(_PYLATE)
     if by_pylate or "HF_ColBERT" in (config.get("architectures") or []):
@@ -245,6 +243,26 @@ def _arguments(settings: Mapping[str, Any], old_name: str, name: str) -> dict[st
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
+
+
+def is_cross_encoder(directory: Path) -> bool:
+    """Return whether sentence-transformers has saved the directory as a CrossEncoder, in any version."""
+    settings = _read_if_there(directory / SETTINGS)
+    return settings.get("model_type") == "CrossEncoder" or activation_path(directory) is not None
+
+
+def activation_path(directory: Path) -> str | None:
+    """Return the name of a CrossEncoder's activation from the directory's files; None without an activation."""
+    config = _read_if_there(directory / "config.json")
+    own = config.get("sentence_transformers")
+    for fields, name in (
+        (_read_if_there(directory / SETTINGS), "activation_fn"),
+        (own if isinstance(own, dict) else {}, "activation_fn"),
+        (config, "sbert_ce_default_activation_function"),
+    ):
+        if fields.get(name) is not None:
+            return str(fields[name])
+    return None
 
 
 def _gives_scores(directory: Path, config: Mapping[str, Any], named: str | None) -> bool:

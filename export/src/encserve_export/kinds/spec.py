@@ -13,7 +13,7 @@ from encserve_export.core.arrays import Rows
 from encserve_export.core.errors import ConfigError
 from encserve_proto.bundle.v1 import manifest_pb2
 
-Kind = Literal["dense", "multi_vector", "sparse", "static"]
+Kind = Literal["dense", "multi_vector", "sparse", "static", "scores"]
 TASKS = ("query", "document")
 # A limit of this many tokens or more means no limit. For a tokenizer without a limit, transformers writes a number of
 # 31 digits.
@@ -115,6 +115,29 @@ class SparseHead:
     max_active_dims: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoreHead:
+    """Turns a pooled hidden state into the logits of labels.
+
+    Attributes:
+        module: (batch, d_model) -> (batch, labels).
+        pooling: The pooling of the hidden states.
+        not_last_token_id: For POOLING_LAST_TOKEN: an id that does not count as the last token, or None.
+        labels: The names of the labels.
+        activation: The function that turns logits into scores.
+        pair_truncation: How a pair of texts is cut.
+        token_types: Whether the hidden states depend on token types: 0 for the first text of a pair, 1 for the second.
+    """
+
+    module: nn.Module
+    pooling: manifest_pb2.Pooling
+    not_last_token_id: int | None
+    labels: tuple[str, ...]
+    activation: manifest_pb2.Activation
+    pair_truncation: manifest_pb2.PairTruncation
+    token_types: bool
+
+
 class StaticWeights(nn.Module):
     """A fixed weight for each token of the vocabulary, used instead of the encoder.
 
@@ -168,6 +191,7 @@ class ModelSpec:
         similarity: How vectors are compared; empty if the checkpoint does not state a similarity.
         multi_vector: The head for MaxSim, or None.
         sparse: The head for weights over the vocabulary, or None.
+        scores: The head for the logits of labels, or None.
         static_weights: The fixed weights that replace the encoder for some tasks; `tasks` has the names of their files.
         table: The table of a static embedding, float32 (vocab_size, d_model), or None.
         modules: The modules after the encoder that are part of the space_id. Pooling modules, and Normalize modules
@@ -195,6 +219,7 @@ class ModelSpec:
     similarity: str = ""
     multi_vector: MultiVectorHead | None = None
     sparse: SparseHead | None = None
+    scores: ScoreHead | None = None
     static_weights: tuple[StaticWeights, ...] = ()
     table: Rows | None = None
     modules: tuple[ModuleFacts, ...] = ()

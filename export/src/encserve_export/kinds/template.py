@@ -1,6 +1,6 @@
 """Reads a chat template of sentence-transformers: the fixed texts that the template adds before and after a text."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_export.kinds.spec import TASKS
@@ -8,6 +8,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 # Two test strings. They start and end with blanks, to detect a template that strips blanks.
 _TEXT, _PROMPT = "  encserve's text \n", "  encserve's prompt \n"
+_PAIR = ("  encserve's query \n", "  encserve's document \n")
 # Two texts with different token ids. If their rendered messages end with equal tokens, the template added these tokens.
 # sentence-transformers uses the same two texts for this purpose.
 _FILLERS = ("0", "1 2 3 4")
@@ -15,6 +16,13 @@ _ADVICE = (
     "save the model with a template that puts fixed texts around an unchanged text, or serve it with "
     "sentence-transformers"
 )
+
+
+class TemplateReader(Protocol):
+    """Reads the chat template of a Transformer module: `read_template` or `read_pair_template`."""
+
+    def __call__(self, transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTemplate:
+        """Return the fixed texts of the template."""
 
 
 def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTemplate:
@@ -27,14 +35,7 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
     Raises:
         UnsupportedModelError: The template does more than put fixed texts around a text and a prompt.
     """
-    try:
-        source = transformer.tokenizer.get_chat_template()
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"the model has several chat templates or none: {first_line(error)}; {_ADVICE}"
-        ) from error
-    if "strftime_now" in source:
-        raise UnsupportedModelError("the chat template writes the date into every text; " + _ADVICE)
+    _check_source(transformer)
     before, after = _around(_render(transformer, _TEXT), _TEXT)
     before_prompt = after_prompt = ""
     if has_prompts:
@@ -45,18 +46,64 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
     plain = _ids(transformer, _FILLERS[0])
     if any(_ids(transformer, _FILLERS[0], task=task) != plain for task in TASKS):
         raise UnsupportedModelError("the chat template treats queries and documents differently; " + _ADVICE)
-    keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
     return manifest_pb2.TextTemplate(
         before=before,
         before_prompt=before_prompt,
         after_prompt=after_prompt,
         after=after,
-        after_tokens=_common_end(plain, _ids(transformer, _FILLERS[1])) if keeps_end else 0,
+        after_tokens=_kept_end(transformer, plain, _ids(transformer, _FILLERS[1])),
     )
 
 
-def _render(transformer: Any, text: str, prompt: str = "") -> str:
-    """Return the text of the chat message that sentence-transformers makes of a text and a prompt.
+def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTemplate:
+    """Return the fixed texts of the chat template around the two texts of a pair.
+
+    Args:
+        transformer: The module. It renders every pair as two chat messages.
+        has_prompts: Whether the model has prompts, which become system messages.
+
+    Raises:
+        UnsupportedModelError: The template does more than put fixed texts around two texts and a prompt.
+    """
+    _check_source(transformer)
+    before, after_first = _around(_render(transformer, _PAIR), _PAIR[0])
+    between, after = _around(after_first, _PAIR[1])
+    before_prompt = after_prompt = ""
+    if has_prompts:
+        start, end = _around(_render(transformer, _PAIR, _PROMPT), _PAIR[0])
+        before_prompt, after_prompt = _around(start, _PROMPT)
+        if end != after_first:
+            raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
+    plain, other = (_ids(transformer, (filler, filler)) for filler in _FILLERS)
+    return manifest_pb2.TextTemplate(
+        before=before,
+        before_prompt=before_prompt,
+        after_prompt=after_prompt,
+        between=between,
+        after=after,
+        after_tokens=_kept_end(transformer, plain, other),
+    )
+
+
+def _check_source(transformer: Any) -> None:
+    try:
+        source = transformer.tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"the model has several chat templates or none: {first_line(error)}; {_ADVICE}"
+        ) from error
+    if "strftime_now" in source:
+        raise UnsupportedModelError("the chat template writes the date into every text; " + _ADVICE)
+
+
+def _kept_end(transformer: Any, plain: list[int], other: list[int]) -> int:
+    """Return the number of tokens at the end that stay if a text is cut, from the ids of two different texts."""
+    keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
+    return _common_end(plain, other) if keeps_end else 0
+
+
+def _render(transformer: Any, text: str | tuple[str, str], prompt: str = "") -> str:
+    """Return the text of the chat messages that sentence-transformers makes of a text or a pair, and a prompt.
 
     The content of a message may be a text or a list of parts. This function tries both forms. It returns the first form
     with the same token ids as in sentence-transformers, or else the last form.
@@ -64,7 +111,8 @@ def _render(transformer: Any, text: str, prompt: str = "") -> str:
     tokenizer = transformer.tokenizer
     settings = {**(transformer.processing_kwargs.get("chat_template") or {})}
     settings.pop("restore_suffix", None)
-    messages = [("system", prompt)] * bool(prompt) + [("user", text)]
+    said = [("user", text)] if isinstance(text, str) else [("query", text[0]), ("document", text[1])]
+    messages = [("system", prompt)] * bool(prompt) + said
     for in_parts in (False, True):
         contents = [[{"type": "text", "text": it}] if in_parts else it for _, it in messages]
         batch = [{"role": role, "content": it} for (role, _), it in zip(messages, contents, strict=True)]
@@ -90,8 +138,11 @@ def _around(rendered: str, text: str) -> tuple[str, str]:
     return before, after
 
 
-def _ids(transformer: Any, text: str, **arguments: Any) -> list[int]:
-    ids: list[int] = transformer.preprocess([text], **arguments)["input_ids"][0].tolist()
+def _ids(transformer: Any, text: str | tuple[str, str], **arguments: Any) -> list[int]:
+    try:
+        ids: list[int] = transformer.preprocess([text], **arguments)["input_ids"][0].tolist()
+    except ValueError as error:  # the template has no place for the two texts of a pair
+        raise UnsupportedModelError(f"the chat template fails: {first_line(error)}; {_ADVICE}") from error
     return ids
 
 

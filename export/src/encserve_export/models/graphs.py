@@ -130,7 +130,7 @@ def _trace(reference: Reference, inspection: Inspection | None, folder: Path) ->
         module = inspection.module
         outputs = dict.fromkeys(inspection.hidden_state_names, _AXES)
         outputs |= dict.fromkeys(inspection.attention_weights_names, _ATTENTION_AXES)
-    inputs = [reference.input_name, names.ATTENTION_MASK]
+    inputs = reference.input_names
     model = traced.trace(
         module,
         reference.example(),
@@ -152,11 +152,11 @@ def _run_dynamo(reference: Reference, path: Path) -> onnx.ModelProto:
         reference.module,
         reference.example(),
         str(path),
-        input_names=[reference.input_name, names.ATTENTION_MASK],
+        input_names=reference.input_names,
         output_names=[names.OUTPUT],
         opset_version=names.OPSET,
         dynamo=True,
-        dynamic_shapes=(dynamic, dynamic),
+        dynamic_shapes=(dynamic,) * len(reference.input_names),
         verbose=False,
     )
     model: onnx.ModelProto = onnx.load(path)
@@ -194,4 +194,5 @@ def _describe(reference: Reference, model: onnx.ModelProto, precision: Precision
         attention_mask_name=names.ATTENTION_MASK,
         output_name=names.OUTPUT,
         precision=precision,
+        token_type_ids_name=names.TOKEN_TYPE_IDS if reference.has_token_types else "",
     )

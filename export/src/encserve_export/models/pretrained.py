@@ -49,24 +49,26 @@ class _Rows(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Return the last hidden state of each token."""
-        rows: Tensor = self.model(input_ids=input_ids, attention_mask=_binary(attention_mask)).last_hidden_state
+        rows: Tensor = self.model(**_inputs(input_ids, attention_mask, token_type_ids)).last_hidden_state
         return rows
 
 
 class _Inspected(_Rows):
     """Maps ids and mask to all hidden states and attention weights. See `Inspection`."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Any:
         """Return all hidden states, then all attention weights. The model's final norm is applied to the last state."""
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=_binary(attention_mask),
-            output_hidden_states=True,
-            output_attentions=True,
-        )
+        inputs = _inputs(input_ids, attention_mask, token_type_ids)
+        output = self.model(**inputs, output_hidden_states=True, output_attentions=True)
         return (*output.hidden_states[:-1], output.last_hidden_state, *output.attentions)
+
+
+def _inputs(input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> dict[str, Tensor]:
+    """Return the arguments of a transformers model. Many models have no argument for token types."""
+    types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+    return {"input_ids": input_ids, "attention_mask": _binary(attention_mask), **types}
 
 
 def _binary(attention_mask: Tensor) -> Tensor:
@@ -77,12 +79,13 @@ def _binary(attention_mask: Tensor) -> Tensor:
     return (attention_mask == 1).long()
 
 
-def load_model(directory: Path, weights: Weights) -> Reference:
+def load_model(directory: Path, weights: Weights, *, token_types: bool = False) -> Reference:
     """Build the transformers model of a checkpoint from its loaded weights.
 
     Args:
         directory: The folder of config.json.
         weights: The weights of the checkpoint.
+        token_types: Whether the graph has an input for token types. Otherwise, all tokens have type 0.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
@@ -119,6 +122,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         pad_token_id=pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
         unused_parts=tuple(sorted(surplus_parts | unused_parts)),
         long_attention=lambda: _sdpa(encoder),
+        has_token_types=token_types,
     )
     return _with_inspection(reference, encoder, config)
 
@@ -227,15 +231,15 @@ def _encoder_of(model: Any, config: Any) -> Any:
 def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Reference:
     """Set `inspection` and `shape` if the model returns hidden states and attention weights of the usual shapes."""
     module = _Inspected(encoder).eval()
-    inputs, mask = reference.example()
+    example = reference.example()
     try:
         with torch.inference_mode():
-            outputs = module(inputs, mask)
+            outputs = module(*example)
     except Exception:  # the model's code may raise any exception; then inspection is not possible
         return reference
     n_layers = len(outputs) // 2
     states, weights = outputs[: n_layers + 1], outputs[n_layers + 1 :]
-    batch, seq = mask.shape
+    batch, seq = example[1].shape
     n_heads = weights[0].shape[1] if weights and weights[0] is not None and weights[0].dim() == 4 else 0
     if (
         len(weights) != n_layers

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from encserve_export.core import names
-from encserve_export.core.arrays import Input, Mask, Rows
+from encserve_export.core.arrays import Input, Mask, Rows, half_and_half
 from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -62,6 +62,8 @@ class Reference:
         module: Maps inputs and a mask to the last hidden states, float32 (batch, seq, d_model). The mask is int64
             (batch, seq): 1 for a token, 0 for padding. A token with 2 gets a hidden state, but no other token attends
             to this token.
+        has_token_types: Whether the module has a third argument: token types, int64 (batch, seq), 0 or 1. In
+            comparisons, half of the tokens have type 1; see `half_and_half`.
         description: The name of the model in reports and errors.
         vocab_size: The number of token ids; 0 for a model that takes vectors.
         width: The size of an input vector; 0 for a model that takes token ids.
@@ -87,6 +89,13 @@ class Reference:
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     inspection: Inspection | None = None
     long_attention: AttentionContext | None = None
+    has_token_types: bool = False
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the graph's inputs, in the order of the module's arguments."""
+        types = [names.TOKEN_TYPE_IDS] if self.has_token_types else []
+        return [self.input_name, names.ATTENTION_MASK, *types]
 
     @property
     def input_name(self) -> str:
@@ -117,13 +126,14 @@ class Reference:
         assert self.inspection is not None  # noqa: S101
         return [output.float().numpy() for output in self._run(self.inspection.module, inputs, mask)]
 
-    def example(self) -> tuple[Tensor, Tensor]:
+    def example(self) -> tuple[Tensor, ...]:
         """Return a batch for tracing. One of the two sequences has padding.
 
         Both batch and seq are larger than 1, because PyTorch would treat a size of 1 as a constant.
 
         Returns:
-            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7).
+            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7). With token types also the
+            types, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
@@ -131,7 +141,10 @@ class Reference:
             inputs = ((self.vocab_size - 1 - torch.arange(14)) % self.vocab_size).reshape(2, 7)
         mask = torch.ones((2, 7), dtype=torch.int64)
         mask[1, 4:] = 0
-        return inputs, mask
+        return inputs, mask, *self._types(mask.numpy())
+
+    def _types(self, mask: Mask) -> tuple[Tensor, ...]:
+        return (torch.from_numpy(half_and_half(mask)),) if self.has_token_types else ()
 
     def _run(self, module: nn.Module, inputs: Input, mask: Mask) -> Tensor:
         batch = torch.from_numpy(inputs)
@@ -139,7 +152,7 @@ class Reference:
             batch = batch.to(next((tensor.dtype for tensor in module.parameters()), batch.dtype))
         try:
             with torch.inference_mode():
-                output: Tensor = module(batch, torch.from_numpy(mask))
+                output: Tensor = module(batch, torch.from_numpy(mask), *self._types(mask))
         except Exception as error:  # the module's code may raise any exception
             raise UnsupportedModelError(
                 f"{self.description} does not run in PyTorch with inputs of shape {tuple(inputs.shape)} and their "

@@ -13,9 +13,9 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, inliner
 
 from encserve_export.core import names
 from encserve_export.core.errors import OnnxFileError, OnnxInterfaceError
+from encserve_export.core.names import TOKEN_TYPE_IDS
 from encserve_export.onnx_graph.nodes import all_tensors, constants, type_name
 
-TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
 # ONNX has two names for its default operator set.
 DEFAULT_DOMAINS = ("", "ai.onnx")
 _AXES = ("batch", "seq")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from encserve_export.core.arrays import Input, Mask, Rows
+from encserve_export.core.arrays import Input, Mask, Rows, half_and_half
 from encserve_export.core.errors import OnnxFileError, OnnxRunError, VocabularyError
 from encserve_export.core.runtime import onnxruntime, open_session
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -19,18 +19,20 @@ class OnnxEncoder:
         d_model: The width of the hidden states; 0 before the first call.
     """
 
-    def __init__(self, path: Path, graph: manifest_pb2.Graph) -> None:
+    def __init__(self, path: Path, graph: manifest_pb2.Graph, *, half_types: bool = False) -> None:
         """Loads the graph.
 
         Args:
             path: The ONNX file, or the folder of the bundle.
             graph: The names of the inputs and of the output.
+            half_types: Whether half of the tokens have token type 1; see `half_and_half`. Otherwise, all have type 0.
 
         Raises:
             OnnxFileError: ONNX Runtime cannot load the file.
         """
         self.d_model = 0
         self._graph = graph
+        self._half_types = half_types
         path = path / graph.file if path.is_dir() else path
         try:
             self._session = open_session(path)
@@ -80,7 +82,8 @@ class OnnxEncoder:
         feeds = {self._graph.input_ids_name or self._graph.embeddings_name: inputs}
         feeds[self._graph.attention_mask_name] = mask
         if self._graph.token_type_ids_name:
-            feeds[self._graph.token_type_ids_name] = np.zeros_like(mask)
+            types = half_and_half(mask) if self._half_types else np.zeros_like(mask)
+            feeds[self._graph.token_type_ids_name] = types
         try:
             outputs: list[Rows] = self._session.run(list(names), feeds, self._options)
         except Exception as error:  # ONNX Runtime's exceptions have no public base class

@@ -15,6 +15,7 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, PipelineCheck, prepare_comparison
+from encserve_export.check.scores import ScoreCheck, prepare_scores
 from encserve_export.core import names
 from encserve_export.core.errors import (
     CheckpointFileError,
@@ -105,6 +106,11 @@ def export_hf(
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(spec, folder)
         if pooling is not None:
+            if spec.kind == "scores":
+                raise ConfigError(
+                    f"{directory} is a cross-encoder or a classifier, which computes scores. --pooling is for its "
+                    "encoder alone: give --ignore-head too"
+                )
             if spec.pooling or spec.kind != "dense":
                 raise ConfigError("the files of this checkpoint state its pooling; leave out --pooling")
             spec = dataclasses.replace(spec, pooling=read_pooling(pooling))
@@ -113,9 +119,13 @@ def export_hf(
         _check_ids_only(directory, tokenizer, ids_only=ids_only)
         if text:
             progress(text)
-        pipeline = prepare_comparison(
-            spec, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
-        )
+        pipeline: PipelineCheck | ScoreCheck
+        if spec.kind == "scores":
+            pipeline = prepare_scores(spec, asked=max_sequence_tokens, precision=precision, progress=progress)
+        else:
+            pipeline = prepare_comparison(
+                spec, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
+            )
         # `prepare_comparison` has stored the outputs of the sentence-transformers model. Releasing this model makes
         # room for the weights of the graph.
         spec = dataclasses.replace(spec, loaded=None)
@@ -155,7 +165,7 @@ class _Build:
     precision: Precision
     origin: Snapshot | None
     progress: Progress
-    pipeline: PipelineCheck
+    pipeline: PipelineCheck | ScoreCheck
     expected: Expected | None
 
     def source(self, route: str, description: str, weights: Weights | None) -> manifest.Source:
@@ -225,7 +235,9 @@ def _export_by_default(build: _Build) -> Exported:
 def _export_transformers(build: _Build) -> Exported:
     build.progress("reading the weights")
     weights = read_weights(build.spec.encoder)
-    reference = pretrained.load_model(build.spec.encoder, weights)
+    scores = build.spec.scores
+    token_types = scores is not None and scores.token_types
+    reference = pretrained.load_model(build.spec.encoder, weights, token_types=token_types)
     source = build.source("transformers", reference.description, weights)
     del weights  # the model keeps the tensors that it needs
     longest, remark = build.longest(reference.positions)
@@ -267,6 +279,11 @@ def _export_onnx(build: _Build) -> Exported:
     path = build.spec.encoder / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.spec.encoder}")
+    if build.spec.scores is not None:
+        raise UnsupportedModelError(
+            f"{ONNX_FILE} of a cross-encoder or a classifier computes logits instead of hidden states; use --via "
+            "transformers, or --ignore-head for the encoder alone"
+        )
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
         raise UnsupportedModelError(

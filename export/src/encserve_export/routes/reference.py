@@ -181,7 +181,8 @@ def _inspection_remark(reference: Reference, exporter: Exporter, failures: list[
 def _check_rows(
     reference: Reference, graphs: Graphs, folder: Path, want: agreement.ReferenceRows, max_sequence_tokens: int
 ) -> tuple[manifest.Model, agreement.Parity]:
-    encoder, precision = OnnxEncoder(folder, graphs.graph), graphs.graph.precision
+    encoder = OnnxEncoder(folder, graphs.graph, half_types=reference.has_token_types)
+    precision = graphs.graph.precision
     try:
         parity = agreement.check_rows(encoder, want.sequences, reference.pad_token_id, want=want, precision=precision)
     except OnnxRunError as error:

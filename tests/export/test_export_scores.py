@@ -1,0 +1,154 @@
+"""Exports of cross-encoders and classifiers: ids and scores equal the library's, and wrong files are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exporting import export_once
+from safetensors.torch import load_file, save_file
+from score_models import MODELS, PAIRS, TEXTS, change, library_scores, worst_error, write_scores
+
+from encserve_export import Exported, Target, export_hf
+from encserve_export.core.errors import ConfigError, ExportError, UnsupportedModelError, WeightNamesError
+from encserve_proto.bundle.v1 import manifest_pb2
+from encserve_server.offline import Embedder
+
+
+def export(directory: Path, tmp_path: Path, **options: Any) -> Exported:
+    target = Target(model_repository=tmp_path / "models", name="scores")
+    return export_hf(directory, target, progress=lambda _: None, **options)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scores(tmp_path_factory.mktemp("bert") / "model", layout="6")
+
+
+@pytest.fixture
+def directory(bert: Path, tmp_path: Path) -> Path:
+    """A copy of `bert` that a test may change."""
+    import shutil
+
+    return shutil.copytree(bert, tmp_path / "directory")
+
+
+def test_a_cross_encoder_is_recognised(bert: Path, tmp_path: Path) -> None:
+    exported = export(bert, tmp_path)
+    manifest = exported.manifest
+    assert list(manifest.scores.labels) == ["LABEL_0"]
+    assert manifest.scores.pooling == manifest_pb2.POOLING_CLS
+    assert manifest.scores.activation == manifest_pb2.ACTIVATION_SIGMOID
+    assert manifest.scores.pair_truncation == manifest_pb2.PAIR_TRUNCATION_LONGEST_FIRST
+    assert manifest.graph.token_type_ids_name
+    assert manifest.pooling == manifest_pb2.POOLING_UNSPECIFIED
+    assert manifest.parity.score_pairs == 47
+    assert 0 < manifest.parity.max_score_error <= manifest.parity.score_tolerance
+    assert exported.unused_parts == ()
+    want = library_scores(bert, list(PAIRS[:5]))
+    with Embedder(exported.path, tune_batches=False, cache_dir=Path("off")) as embedder:
+        assert worst_error(embedder.embed(PAIRS[:5], output="scores", truncate=True), want) <= 1e-4
+
+
+def test_the_encoder_alone_is_still_exported(bert: Path, tmp_path: Path) -> None:
+    manifest = export(bert, tmp_path, ignore_head=True, pooling="mean").manifest
+    assert not manifest.HasField("scores")
+    assert manifest.pooling == manifest_pb2.POOLING_MEAN
+    with pytest.raises(ConfigError, match="--pooling is for its encoder alone: give --ignore-head too"):
+        export(bert, tmp_path, pooling="mean")
+
+
+def _without_classifier(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    tensors = {name: it for name, it in load_file(path).items() if not name.startswith("classifier")}
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _settings(**fields: Any) -> Callable[[Path], None]:
+    return lambda directory: change(directory / "config_sentence_transformers.json", **fields)
+
+
+def _transformer(**fields: Any) -> Callable[[Path], None]:
+    return lambda directory: change(directory / "sentence_bert_config.json", **fields)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], type[ExportError], str]] = {
+    "no-classifier": (_without_classifier, WeightNamesError, r"weights of the head are missing: classifier\.weight"),
+    "own-activation": (
+        _settings(activation_fn="theirs.Activation"),
+        UnsupportedModelError,
+        r"activation_fn must be a class of torch\.nn; was 'theirs\.Activation'",
+    ),
+    "other-activation": (
+        _settings(activation_fn="torch.nn.modules.activation.Hardsigmoid"),
+        UnsupportedModelError,
+        r"activation_fn must be one of Identity, Sigmoid, Softmax; was Hardsigmoid",
+    ),
+    "only-first": (
+        _transformer(processing_kwargs={"text": {"truncation": "only_first"}}),
+        UnsupportedModelError,
+        r"truncation must be one of longest_first, only_second; was 'only_first'",
+    ),
+    "other-task": (
+        _transformer(transformer_task="feature-extraction"),
+        UnsupportedModelError,
+        r"transformer_task must be sequence-classification or text-generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_model_that_a_bundle_cannot_express_is_refused(directory: Path, tmp_path: Path, fault: str) -> None:
+    change_files, error, message = REFUSED[fault]
+    change_files(directory)
+    with pytest.raises(error, match=message):
+        export(directory, tmp_path)
+
+
+def test_only_the_second_text_is_cut(directory: Path, tmp_path: Path) -> None:
+    _transformer(processing_kwargs={"text": {"truncation": "only_second"}})(directory)
+    # sentence-transformers fails if the first text leaves no room, so its own comparison needs short first texts.
+    with pytest.raises(ExportError, match="sentence-transformers itself fails"):
+        export(directory, tmp_path)
+
+
+def test_labels_that_are_too_many_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="must have 1 to 16384 labels; has 16385"):
+        export(write_scores(tmp_path / "model", labels=16_385), tmp_path)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_and_scores_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
+    """Compare the scores of 38 pairs and of texts, alone and in company. The export itself compares ids and logits."""
+    row = MODELS[name]
+    directory = row.write(tmp_path / "model")
+    target = Target(model_repository=tmp_path / "models", name=name)
+    exported = export_once(export_hf, directory, target=target)
+    settings = directory / "config_sentence_transformers.json"
+    prompts = json.loads(settings.read_text()).get("prompts", {}) if settings.is_file() else {}
+    assert set(row.prompts) <= set(prompts)
+    inputs: list[Any] = list(PAIRS) if row.pairs_only else [*PAIRS, *TEXTS]
+    if name in ("qwen3", "gemma3"):
+        inputs = [it for it in inputs if it != ("", "")]  # without special tokens, this pair has no token
+    with Embedder(exported.path, tune_batches=False, cache_dir=Path("off")) as embedder:
+        for prompt_name in ("", *row.prompts):
+            want = library_scores(directory, inputs, prompts.get(prompt_name, ""))
+            options: dict[str, Any] = {"output": "scores", "truncate": True, "prompt_name": prompt_name}
+            together = embedder.embed(inputs, **options)
+            alone = np.concatenate([embedder.embed([it], **options) for it in inputs])
+            assert worst_error(together, want) <= 1e-4
+            assert worst_error(alone, want) <= 1e-4
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_other_precisions_are_judged_by_rank_correlation(bert: Path, tmp_path: Path, precision: Any) -> None:
+    parity = export(bert, tmp_path, precision=precision).manifest.parity
+    assert 0.9 <= parity.min_score_rank_correlation <= 1
+    assert 0 < parity.max_score_change < 0.2
+    assert parity.score_tolerance == 0
+    assert torch.isfinite(torch.tensor(parity.max_score_error))
