@@ -161,6 +161,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
+    score_requests: list[pb.ScoreRequest] = field(default_factory=list)
+    labels: tuple[str, ...] = ("relevant",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer
     n_open_inspections: int = 0
@@ -271,6 +273,32 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
                 context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         return pb.TokenizeResponse(model="tiny", model_version="1", fingerprint=self.fingerprint, sequences=sequences)
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
+        """Return the number of characters of each document or text as its score, and twice that for further labels."""
+        self.score_requests.append(request)
+        texts = [*request.documents, *(pair.document for pair in request.pairs), *request.texts]
+        if len(texts) > self.max_request_sequences:
+            context.set_trailing_metadata((("encserve-error-reason", "TOO_MANY_INPUTS"),))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "documents: too many")
+        for index, text in enumerate(texts):
+            if text == "refused":
+                name = "documents" if request.documents else "pairs" if request.pairs else "texts"
+                context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}[{index}]: is too long")
+        sizes = [len(text) for text in texts] or list(request.document_vectors.lengths)
+        scores = np.array(sizes, "<f4")[:, None] * np.arange(1, len(self.labels) + 1, dtype="<f4")
+        order = np.argsort(-scores[:, 0], kind="stable")[: request.top_k] if request.top_k else None
+        return pb.ScoreResponse(
+            model="tiny",
+            model_version="1",
+            fingerprint=self.fingerprint,
+            space_id=self.space_id,
+            scores=(scores if order is None else scores[order]).astype("<f4").tobytes(),
+            label_count=len(self.labels),
+            labels=self.labels,
+            indices=[] if order is None else order.tolist(),
+        )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         return pb.ListModelsResponse(models=[self.info()])

@@ -12,6 +12,7 @@ from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inp
 from encserve_cli.inspect import inspect
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
+from encserve_cli.rank import rank
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import (
     STOPPED,
@@ -131,5 +132,6 @@ def models(client: "EncoderClient", as_json: bool) -> None:
 cli.add_command(embed)
 cli.add_command(tokenize)
 cli.add_command(similarity)
+cli.add_command(rank)
 cli.add_command(inspect)
 cli.add_command(bench)

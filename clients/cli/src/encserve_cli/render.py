@@ -146,7 +146,7 @@ def print_similarity(
 
 
 def print_ranking(
-    texts: Sequence[str], ranking: Sequence[tuple[int, float | None]], compared_by: str, result: EncodeResult
+    texts: Sequence[str], ranking: Sequence[tuple[int, float | None]], compared_by: str, result: EncodeResult | None
 ) -> None:
     """Print a query and its documents.
 
@@ -154,7 +154,7 @@ def print_ranking(
         texts: The query, then the documents.
         ranking: (index, score) of each document, in the order of the table. Document i is texts[i + 1].
         compared_by: The name of the similarity.
-        result: The reply with the documents' vectors.
+        result: The reply with the documents' vectors; None if the server has computed the scores.
     """
     console = Console(highlight=False)
     console.print(_clip(texts[0], console.width, "bold"))
@@ -167,7 +167,8 @@ def print_ranking(
         cell = _NO_VECTORS if score is None else f"{score:.4f}"
         table.add_row(str(place), _clip(texts[index + 1], width), cell)
     console.print(table)
-    print_footer(console, result)
+    if result is not None:
+        print_footer(console, result)
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
@@ -207,7 +208,10 @@ def _kinds(model: ModelInfo) -> list[str]:
     width = model.default_dimensions or model.vector_width
     kinds = [f"{model.pooling} {width}{', norm 1' if model.l2_normalize else ''}"] if model.pooling else []
     kinds += [f"{model.multi_vector_similarity} {model.multi_vector_width}"] if model.multi_vector_width else []
-    return kinds + ([f"sparse {model.sparse_width}"] if model.sparse_width else [])
+    kinds += [f"sparse {model.sparse_width}"] if model.sparse_width else []
+    if not model.labels:
+        return kinds
+    return [*kinds, f"scores of {len(model.labels)} labels" if len(model.labels) > 1 else "scores"]
 
 
 def _hidden(n_rows: int, max_rows: int) -> list[str]:

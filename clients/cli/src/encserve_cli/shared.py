@@ -37,6 +37,8 @@ _OPTIONS: Mapping[str, str] = {
     "dtype": "--dtype",
     "attention": "--layers",
     "hidden_states": "--layers",
+    "top_k": "--top-k",
+    "activation": "--activation",
 }
 
 

@@ -41,9 +41,21 @@ from encserve_client.exceptions import (
     UnauthenticatedError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client.options import Array, DType, Kind, Output, OutputKind, Pooling, Priority, Progress, Task
+from encserve_client.options import (
+    Activation,
+    Array,
+    DType,
+    Kind,
+    Output,
+    OutputKind,
+    Pooling,
+    Priority,
+    Progress,
+    Task,
+)
 from encserve_client.results import (
     Block,
+    Classification,
     EncodedOutput,
     EncodeResult,
     InspectResult,
@@ -62,10 +74,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccessDeniedError",
+    "Activation",
     "Array",
     "AsyncEncoderClient",
     "Block",
     "CallCancelledError",
+    "Classification",
     "ClientClosedError",
     "DType",
     "DeadlineError",

@@ -3,9 +3,11 @@
 import functools
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, cast
 
 import grpc
+import numpy as np
 
 from encserve_client._arguments import as_float, as_int, check_type
 from encserve_client._grpc.channel import (
@@ -22,6 +24,14 @@ from encserve_client._grpc.target import as_target, has_several_addresses, is_lo
 from encserve_client._logic.answers import ExpectedIds
 from encserve_client._logic.calls import Core, ModelKey, Settings
 from encserve_client._logic.dispatch import TimeLimit
+from encserve_client._logic.scores import (
+    Field,
+    ScoreAnswer,
+    as_vectors,
+    check_documents,
+    check_pairs,
+    score_options,
+)
 from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
@@ -37,6 +47,7 @@ from encserve_client.inputs import (
 )
 from encserve_client.options import (
     UNITS,
+    Activation,
     Array,
     DType,
     OffsetUnit,
@@ -47,7 +58,7 @@ from encserve_client.options import (
     SpanUnit,
     Task,
 )
-from encserve_client.results import EncodeResult
+from encserve_client.results import Classification, EncodeResult
 from encserve_client.retry import OnOutage, RetryPolicy
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -96,6 +107,18 @@ class StreamCallOptions(EmbedOptions, total=False):
     max_in_flight: int | None
 
 
+class ClassifyOptions(TypedDict, total=False):
+    """The arguments of `classify` that do not change the type of the result."""
+
+    activation: Activation | None
+    truncate: bool
+    prompt_name: str | None
+    model: str | None
+    version: str | None
+    timeout_seconds: float | None
+    progress: Progress | None
+
+
 class TokenizeOptions(TypedDict, total=False):
     """The arguments of `tokenize` that do not change the type of the result."""
 
@@ -108,6 +131,16 @@ class TokenizeOptions(TypedDict, total=False):
     offset_unit: OffsetUnit
     timeout_seconds: float | None
     progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """The options of a score call; see `EncoderClient.rank`."""
+
+    activation: Activation | None = None
+    truncate: bool = True
+    prompt_name: str | None = None
+    top_k: int | None = None
 
 
 class PlaintextKeyWarning(UserWarning):
@@ -302,6 +335,87 @@ class BaseClient:
         spanned = SpanInput(check_input(item, "text"), check_spans(spans), unit)
         call = self._core.encode(self._wire(), [spanned], key, options, timeout_seconds)
         return (await call).outputs[0].matrix()
+
+    async def _score(
+        self,
+        field: Field,
+        items: Sequence[str | pb.TextPair],
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+        **more: Any,
+    ) -> list[tuple[int, ScoreAnswer]]:
+        """Send a score call. `more` has further fields of the request."""
+        check_function("progress", progress)
+        fields = score_options(options.activation, options.truncate, options.prompt_name, options.top_k)
+        request = pb.ScoreRequest(model=key[0], model_version=key[1], **fields, **more)
+        return await self._core.score(self._wire(), request, field, items, timeout_seconds, progress)
+
+    async def _score_pairs(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> Array:
+        items = check_pairs(pairs)
+        if not items:
+            return np.empty(0, np.float32)
+        answers = await self._score("pairs", items, key, options, timeout_seconds, progress)
+        scores = np.concatenate([answer.scores for _, answer in answers])  # (pairs, labels)
+        return scores[:, 0] if scores.shape[1] == 1 else scores
+
+    async def _rank(
+        self,
+        query: str,
+        documents: Any,
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> list[tuple[int, float]]:
+        check_type("query", query, str, "a text")
+        vectors = as_vectors(documents)
+        if vectors is not None:
+            items: list[str] = []
+            more = {"document_vectors": vectors}
+            count = len(vectors.lengths)
+        else:
+            items, more = check_documents(documents, "documents"), {}
+            count = len(items)
+        if not count:
+            return []
+        options = replace(options, top_k=count if options.top_k is None else options.top_k)
+        answers = await self._score("documents", items, key, options, timeout_seconds, progress, query=query, **more)
+        found = [
+            (first + index, float(score))
+            for first, answer in answers
+            for index, score in zip(answer.indices, answer.scores[:, 0], strict=True)
+        ]
+        found.sort(key=lambda pair: (-pair[1], pair[0]))
+        return found[: options.top_k]
+
+    async def _classify(
+        self,
+        texts: Iterable[str],
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> Any:
+        is_one = isinstance(texts, str)
+        items = check_documents([texts] if is_one else texts, "texts")
+        if not items:
+            return []
+        answers = await self._score("texts", items, key, options, timeout_seconds, progress)
+        found = []
+        for _, answer in answers:
+            for scores in answer.scores:
+                best = int(scores.argmax())
+                found.append(Classification(answer.labels[best], float(scores[best]), scores, answer.labels))
+        return found[0] if is_one else found
 
     def _stream(
         self,

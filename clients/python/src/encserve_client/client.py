@@ -4,12 +4,21 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
 
-from encserve_client._base import EmbedOptions, StreamCallOptions, TokenizeOptions, TokenVectorOptions, model_key
+from encserve_client._base import (
+    ClassifyOptions,
+    EmbedOptions,
+    ScoreOptions,
+    StreamCallOptions,
+    TokenizeOptions,
+    TokenVectorOptions,
+    model_key,
+)
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._sync_transport import Results, StreamInputs, SyncTransport
 from encserve_client.exceptions import EncserveError
 from encserve_client.inputs import Input
 from encserve_client.options import (
+    Activation,
     Array,
     Detail,
     DType,
@@ -28,7 +37,14 @@ from encserve_client.options import (
     as_outputs,
     embed_output,
 )
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
+from encserve_client.results import (
+    Classification,
+    EncodeResult,
+    InspectResult,
+    ModelInfo,
+    SequenceInfo,
+    SparseVector,
+)
 
 
 class EncoderClient(SyncTransport):
@@ -567,6 +583,136 @@ class EncoderClient(SyncTransport):
         options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
         key = model_key(model, version)
         return self._call(self._spans(text, spans, unit, key, options, timeout_seconds))
+
+    def rank(
+        self,
+        query: str,
+        documents: Iterable[str] | Array | Sequence[Array] | Sequence[SparseVector],
+        *,
+        top_k: int | None = None,
+        activation: Activation | None = None,
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> list[tuple[int, float]]:
+        """Sort documents by their score for a query. The server computes the scores with any model.
+
+            best = client.rank("how warm is the sea?", texts, top_k=10)
+            for index, score in best:
+                print(score, texts[index])
+
+        A cross-encoder compares the query with each document. For other models, a score is the similarity of the
+        vectors of the query and the document; see `ModelInfo.score_method`. The function `encserve_client.rank`
+        compares vectors that the caller already has.
+
+        Args:
+            query: The query.
+            documents: Texts. Or, for models without labels, the vectors of documents in the form that `embed` returns:
+                (documents, width), a list of (n, width) arrays for MaxSim, or a list of `SparseVector`.
+            top_k: The number of documents to return. Default: all.
+            activation: The function that turns the logits of a cross-encoder into scores: "none", "sigmoid" or
+                "softmax". Default: `ModelInfo.activation`.
+            truncate: Whether a pair that is too long is cut, as the model was trained. Otherwise it is an error.
+            prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
+                prompt. Default: `ModelInfo.default_prompt_name`.
+            model: As for `embed`.
+            version: As for `embed`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            (index, score) of each document, the best first. Equal scores keep the order of the documents.
+
+        Raises:
+            EncserveError: As for `embed`. InvalidRequestError also if the model has several labels, or cannot score.
+        """
+        options = ScoreOptions(activation, truncate, prompt_name, top_k)
+        key = model_key(model, version)
+        return self._call(self._rank(query, documents, key, options, timeout_seconds, progress))
+
+    def score(
+        self,
+        pairs: Iterable[tuple[str, str]],
+        *,
+        activation: Activation | None = None,
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Array:
+        """Return the score of each pair of texts, in the order of the pairs. See `rank` for the models.
+
+            scores = client.score([("how warm is the sea?", "The sea has 19 °C.")])
+
+        Args:
+            pairs: (query, document) pairs.
+            activation: As for `rank`.
+            truncate: As for `rank`.
+            prompt_name: As for `rank`.
+            model: As for `embed`.
+            version: As for `embed`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            (pairs,) float32. For a model with several labels (pairs, labels), in the order of `ModelInfo.labels`.
+
+        Raises:
+            EncserveError: As for `rank`.
+        """
+        options = ScoreOptions(activation, truncate, prompt_name)
+        key = model_key(model, version)
+        return self._call(self._score_pairs(pairs, key, options, timeout_seconds, progress))
+
+    @overload
+    def classify(  # type: ignore[overload-overlap]
+        self, texts: str, **options: Unpack[ClassifyOptions]
+    ) -> Classification: ...
+
+    @overload
+    def classify(self, texts: Iterable[str], **options: Unpack[ClassifyOptions]) -> list[Classification]: ...
+
+    def classify(
+        self,
+        texts: Iterable[str],
+        *,
+        activation: Activation | None = None,
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Return the scores of each label for texts. Use `score` for a classifier of pairs.
+
+            found = client.classify("What a lovely day!")
+            found.label, found.score
+
+        Args:
+            texts: The texts. A str is one text.
+            activation: As for `rank`.
+            truncate: Whether a text that is too long is cut. Otherwise it is an error.
+            prompt_name: The prompt before every text, as for `rank`.
+            model: As for `embed`.
+            version: As for `embed`.
+            timeout_seconds: As for `embed`.
+            progress: As for `embed`.
+
+        Returns:
+            A list of one `Classification` for each text, in order. For a str: one `Classification`, without a list.
+
+        Raises:
+            EncserveError: As for `embed`. InvalidRequestError also if the model is not a classifier.
+        """
+        options = ScoreOptions(activation, truncate, prompt_name)
+        key = model_key(model, version)
+        return self._call(self._classify(texts, key, options, timeout_seconds, progress))
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """Return all loaded models and versions, the default model first.

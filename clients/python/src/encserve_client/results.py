@@ -327,6 +327,12 @@ class ModelInfo:
         sparse_width: The length of a "sparse" vector, zeros included; 0 without "sparse".
         max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more outputs before any
             input is sent.
+        score_method: How `rank` and `score` compute scores: "labels" for a cross-encoder or a classifier, "vectors",
+            "multi_vectors" or "sparse" for the similarity of vectors. "" if the model computes no scores.
+        labels: The names of the labels, in the order of the scores; empty unless `score_method` is "labels".
+        activation: The function that turns logits into scores: "none", "sigmoid" or "softmax"; "" unless `score_method`
+            is "labels".
+        takes_pairs_only: Whether the model refuses single texts in `classify`.
     """
 
     name: str
@@ -367,6 +373,10 @@ class ModelInfo:
     multi_vector_similarity: str = ""
     sparse_width: int = 0
     max_outputs: int = 0
+    score_method: str = ""
+    labels: tuple[str, ...] = ()
+    activation: str = ""
+    takes_pairs_only: bool = False
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -393,6 +403,23 @@ class ModelInfo:
         if output.kind != "model":
             return output.dimensions or self.d_model
         return output.dimensions or self.default_dimensions or self.vector_width or self.d_model
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Classification:
+    """The scores of one text.
+
+    Attributes:
+        label: The label with the largest score.
+        score: The largest score.
+        scores: (labels,) float32, the score of each label.
+        labels: The names of the labels.
+    """
+
+    label: str
+    score: float
+    scores: Array = field(repr=False)
+    labels: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

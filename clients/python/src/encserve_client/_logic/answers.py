@@ -5,7 +5,7 @@ Sizes and lengths are checked against the contract before use.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import numpy as np
@@ -17,7 +17,6 @@ from encserve_client.results import (
     Block,
     EncodedOutput,
     EncodeResult,
-    InspectResult,
     ModelInfo,
     SequenceInfo,
     TaskInfo,
@@ -34,6 +33,29 @@ _INPUT_KINDS: dict[int, InputKind] = {
     pb.INPUT_KIND_TOKEN_IDS: "token_ids",
     pb.INPUT_KIND_EMBEDDINGS: "embeddings",
 }
+_SCORE_METHODS: dict[int, str] = {
+    pb.SCORE_METHOD_LABELS: "labels",
+    pb.SCORE_METHOD_VECTORS: "vectors",
+    pb.SCORE_METHOD_MULTI_VECTORS: "multi_vectors",
+    pb.SCORE_METHOD_SPARSE: "sparse",
+}
+_ACTIVATIONS: dict[int, str] = {
+    pb.ACTIVATION_NONE: "none",
+    pb.ACTIVATION_SIGMOID: "sigmoid",
+    pb.ACTIVATION_SOFTMAX: "softmax",
+}
+
+
+class HasIds(Protocol):
+    """An answer that names its model."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The id of the bundle."""
+
+    @property
+    def space_id(self) -> str:
+        """The id of the vector space; "" if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +70,7 @@ class ExpectedIds:
     fingerprint: str = ""
     space_id: str = ""
 
-    def check(self, answer: "MessageAnswer | ModelInfo | EncodeResult | InspectResult") -> None:
+    def check(self, answer: "HasIds") -> None:
         """Check the ids of an answer. Servers check too, except old servers without these fields.
 
         Raises:
@@ -211,6 +233,10 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         multi_vector_similarity=message.multi_vector_similarity,
         sparse_width=message.sparse_width,
         max_outputs=message.max_outputs,
+        score_method=_SCORE_METHODS.get(message.score_method, ""),
+        labels=tuple(message.labels),
+        activation=_ACTIVATIONS.get(message.activation, ""),
+        takes_pairs_only=message.takes_pairs_only,
     )
 
 

@@ -30,6 +30,7 @@ from encserve_client._logic.planning import (
     plan_messages,
     reply_bytes_per_token,
 )
+from encserve_client._logic.scores import Field, ScoreAnswer, decode_scores, plan_scores, score_limits
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
 from encserve_client.exceptions import (
@@ -263,6 +264,52 @@ class Core:
             self.settings.expected.check_fingerprint(fingerprint)
             check_fingerprint(min(fingerprints), fingerprint)
         return [info for _, (_, infos) in answers for info in infos]
+
+    async def score(
+        self,
+        wire: Wire,
+        template: pb.ScoreRequest,
+        field: Field,
+        items: Sequence[str | pb.TextPair],
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> list[tuple[int, ScoreAnswer]]:
+        """Split documents, pairs or texts into messages, and send the messages.
+
+        Document vectors are in `template`, in one message.
+
+        Returns:
+            (index of the first input, answer) of each message, in the order of the inputs.
+        """
+        key, expected = (template.model, template.model_version), self.settings.expected
+        template.expected_fingerprint, template.expected_space_id = expected.fingerprint, expected.space_id
+        template.priority = PRIORITIES[self.settings.priority]
+
+        def decode(message: Message, response: pb.ScoreResponse) -> ScoreAnswer:
+            assert isinstance(message.request, pb.ScoreRequest)  # noqa: S101 - the messages of this call
+            return decode_scores(message.request, response, message.n_inputs)
+
+        async with aclosing(wire):
+            time_limit = self.time_limit(timeout_seconds, wire.now())
+            limits = score_limits(self._limits(await self._model_for(lambda _: None, wire, key, time_limit), Options()))
+            n_inputs = len(items) or len(template.document_vectors.lengths)
+            for _ in range(_MAX_ROUNDS):
+                messages = plan_scores(template, field, items, limits) if items else iter([Message(template)])
+                if self.settings.priority is None:
+                    messages = as_bulk(messages, template)
+                dispatch: Dispatch[ScoreAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
+                try:
+                    await exchange(wire, "Score", dispatch, decode, progress, n_inputs)
+                finally:
+                    if dispatch.saw_too_large:  # the remembered limits may be out of date
+                        self._models.pop(key, None)
+                answers = sorted(dispatch.answers, key=lambda answer: answer[0])
+                if len({answer.fingerprint for _, answer in answers}) <= 1:
+                    break
+        for _, answer in answers:
+            expected.check(answer)
+            check_fingerprint(answers[0][1].fingerprint, answer.fingerprint)
+        return answers
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Return the descriptions of all models."""

@@ -24,10 +24,11 @@ _FIRST_CONTACT_SECONDS = 2.0
 # Shorter outages are not reported, for example if one of several servers restarts.
 _REPORT_SECONDS = 0.5
 # The start of the server's text if one input caused the failure.
-_INPUT_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
+_INPUT_AT_FAULT = re.compile(r"(?:inputs|texts|documents|document_vectors|pairs)\[(\d+)\]")
 # The start of the server's text if one field of the request is wrong.
 _FIELD = re.compile(
-    r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task|expected_fingerprint|expected_space_id)\b"
+    r"(?:inputs|texts|documents|document_vectors|pairs|query|top_k|activation|input|options|tensors|model|model_version|"
+    r"prompt_name|task|expected_fingerprint|expected_space_id)\b"
     r"[\w.\[\]]*(?=: )"
 )
 # Parts of the server's field names that the names of arguments lack, and fields that have another argument name.
@@ -177,7 +178,9 @@ class Failure:
         text = self.message or self.code.name
         if first_index:
             text = re.sub(
-                r"\b(inputs|texts)\[(\d+)\]", lambda match: f"{match[1]}[{int(match[2]) + first_index}]", text
+                r"\b(inputs|texts|documents|pairs)\[(\d+)\]",
+                lambda match: f"{match[1]}[{int(match[2]) + first_index}]",
+                text,
             )
         # gRPC's texts for these two codes name neither the server nor the timeout.
         if call.target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -18,7 +18,14 @@ from encserve_client.options import Options, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
-Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
+Request = (
+    pb.EncodeRequest
+    | pb.TokenizeRequest
+    | pb.ScoreRequest
+    | pb.InspectRequest
+    | pb.GetModelRequest
+    | pb.ListModelsRequest
+)
 
 # The largest number of tokens of a message with several inputs. BERT-large computes four such messages in 45 s on two
 # CPUs, and in 23 s on four. With smaller messages, a fast server would wait for the client.
@@ -55,7 +62,10 @@ class Message:
     @property
     def n_inputs(self) -> int:
         """Number of inputs."""
-        return len(_inputs_of(self.request))
+        request = self.request
+        if isinstance(request, pb.ScoreRequest) and request.HasField("document_vectors"):
+            return len(request.document_vectors.lengths)
+        return len(_inputs_of(request))
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -70,7 +80,7 @@ class Message:
 
     def halves(self) -> "list[Message]":
         """Split the inputs into two messages. Return [] for at most one input."""
-        middle = self.n_inputs // 2
+        middle = len(_inputs_of(self.request)) // 2
         return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
 
     def without(self, position: int) -> "list[Message]":
@@ -90,18 +100,29 @@ class Message:
         return [Message(request, self.first_index + start)]
 
 
-def request_like(template: Request, inputs: Sequence[Any]) -> Request:
-    """Return a copy of an EncodeRequest or a TokenizeRequest with other inputs. The old inputs are not copied."""
-    fields: dict[str, Any] = {field.name: value for field, value in template.ListFields()}
-    fields["texts" if isinstance(template, pb.TokenizeRequest) else "inputs"] = inputs
+def request_like(template: Request, inputs: Sequence[Any], field: str = "") -> Request:
+    """Return a copy of a request with other inputs. The old inputs are not copied.
+
+    `field` is the field of the inputs. Default: the field of the inputs of `template`.
+    """
+    fields: dict[str, Any] = {its.name: value for its, value in template.ListFields()}
+    fields[field or _inputs_field(template)] = inputs
     return type(template)(**fields)
+
+
+def _inputs_field(request: Request) -> str:
+    """Return the name of the repeated field with the inputs; "" for a request without such a field."""
+    if isinstance(request, pb.ScoreRequest):
+        return next((name for name in ("documents", "pairs", "texts") if getattr(request, name)), "")
+    if isinstance(request, pb.TokenizeRequest):
+        return "texts"
+    return "inputs" if isinstance(request, pb.EncodeRequest) else ""
 
 
 def _inputs_of(request: Request) -> Any:
     """Return the repeated field with the inputs; an empty tuple for a request without such a field."""
-    if isinstance(request, pb.TokenizeRequest):
-        return request.texts
-    return request.inputs if isinstance(request, pb.EncodeRequest) else ()
+    field = _inputs_field(request)
+    return getattr(request, field) if field else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +286,7 @@ class MessageBuilder:
         return message
 
 
-def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator[Message]:
+def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest | pb.ScoreRequest) -> Iterator[Message]:
     """Set the priority "bulk" if the call has more than `INTERACTIVE_MESSAGES` messages.
 
     Args:
@@ -276,7 +297,7 @@ def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator
     if len(first) > INTERACTIVE_MESSAGES:
         template.priority = pb.PRIORITY_BULK
         for message in first:
-            if isinstance(message.request, pb.EncodeRequest):
+            if isinstance(message.request, pb.EncodeRequest | pb.ScoreRequest):
                 message.request.priority = pb.PRIORITY_BULK
     return chain(first, messages)
 
@@ -289,8 +310,13 @@ def cost_of(message: pb.Input, limits: Limits) -> Cost:
 def tokens_of(message: pb.Input) -> int:
     """Return the number of tokens of one input: exact for token ids and vectors, an estimate for text."""
     if message.HasField("text"):
-        return (message.ByteSize() + _INPUT_OVERHEAD_BYTES) // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
+        return tokens_of_bytes(message.ByteSize() + _INPUT_OVERHEAD_BYTES)
     if message.HasField("embeddings"):
         vectors = message.embeddings
         return len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
     return len(message.token_ids.ids)
+
+
+def tokens_of_bytes(size: int) -> int:
+    """Return an estimate of the number of tokens of a text of this size in bytes."""
+    return size // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS

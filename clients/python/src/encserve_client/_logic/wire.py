@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.planning import Message
 
-Rpc = Literal["Encode", "Inspect", "Tokenize", "ListModels", "GetModel"]
+Rpc = Literal["Encode", "Inspect", "Tokenize", "Score", "ListModels", "GetModel"]
 T = TypeVar("T")
 
 
