@@ -1,0 +1,99 @@
+"""A server with tiny models of all kinds gives the scores of sentence-transformers, over gRPC and by the command."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from exporting import export_once
+from real_server import RealServer, real_server
+from score_models import MODELS, PAIRS, TEXTS, library_scores, worst_error
+from zoo import MODELS as ZOO
+from zoo import SPARSE_TEXTS, Way, Zoo
+
+from encserve_cli.commands import cli
+from encserve_client import EncoderClient
+from encserve_export import Target, export_hf
+
+QUERY = "the cat on the mat"
+# Models without labels: dense, late interaction, and sparse.
+VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
+DOCUMENTS = ["a cat sat", "warm mat", "this we like", "the cat on the mat", "passage : the cat"]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("directories")
+
+
+@pytest.fixture(scope="module")
+def server(zoo: Zoo, directories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    repository = tmp_path_factory.mktemp("models")
+    for name, row in MODELS.items():
+        directory = row.write(directories / name)
+        export_once(export_hf, directory, target=Target(model_repository=repository, name=name))
+    for name in VECTORS:
+        zoo.export(name, repository)
+    with real_server(repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(server.target) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_equal_sentence_transformers(client: EncoderClient, directories: Path, name: str) -> None:
+    """Compare the scores of 38 pairs in one call and alone, with the default prompt and the model's activation."""
+    pairs = [pair for pair in PAIRS if name not in ("qwen3", "gemma3") or pair != ("", "")]
+    info = client.model(name)
+    want = library_scores(directories / name, pairs)
+    got = client.score(pairs, model=name, activation="none").reshape(len(pairs), -1)
+    assert worst_error(got, want) <= 1e-4
+    alone = np.concatenate([client.score([pair], model=name, activation="none") for pair in pairs])
+    assert worst_error(alone.reshape(got.shape), want) <= 1e-4
+    if len(info.labels) == 1:
+        activated = library_scores(directories / name, pairs, raw=False)
+        assert worst_error(client.score(pairs, model=name)[:, None], activated) <= 1e-4
+        query = pairs[20][0]
+        ranked = client.rank(query, [document for _, document in PAIRS], model=name)
+        scores = client.score([(query, document) for _, document in PAIRS], model=name)
+        assert [index for index, _ in ranked] == np.argsort(-scores, kind="stable").tolist()
+    if not info.takes_pairs_only:
+        found = client.classify(TEXTS, model=name, activation="none")
+        assert (
+            worst_error(np.array([it.scores for it in found]), library_scores(directories / name, list(TEXTS))) <= 1e-4
+        )
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_other_models_rank_by_the_similarity_of_the_library(zoo: Zoo, client: EncoderClient, name: str) -> None:
+    texts = [*SPARSE_TEXTS[1:9]] if ZOO[name].kind == "sparse" else DOCUMENTS
+    query, documents = texts[2], [*texts, ""]
+    (asked,) = zoo.vectors(name, Way("query"), [query])
+    given = zoo.vectors(name, Way("document"), documents)
+    if ZOO[name].kind == "multi_vector":
+        want = np.array([(asked @ it.T).max(axis=1).sum() for it in given])
+    else:
+        want = np.array([float((asked @ it.T)[0, 0]) for it in given])
+    scores = client.score([(query, document) for document in documents], model=name)
+    assert worst_error(scores, want) <= 1e-4
+    best = client.rank(query, documents, top_k=3, model=name)
+    assert [index for index, _ in best] == np.argsort(-scores, kind="stable")[:3].tolist()
+
+
+def test_the_command_ranks_texts(server: RealServer) -> None:
+    arguments = ["rank", QUERY, *DOCUMENTS, "--model", "bert", "--top-k", "2", "--target", server.target]
+    result = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    documents: list[dict[str, Any]] = json.loads(result.output)["documents"]
+    assert len(documents) == 2
+    assert documents[0]["score"] >= documents[1]["score"]
+    assert DOCUMENTS[documents[0]["index"]] == documents[0]["text"]
+    table = CliRunner().invoke(cli, arguments)
+    assert documents[0]["text"] in table.output
