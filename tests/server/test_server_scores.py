@@ -1,5 +1,6 @@
 """Tests of Score with real models of a few nodes: scores, ranks, cuts, similarities, and refused requests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -149,6 +150,15 @@ async def test_a_template_joins_the_texts(serve: Serve) -> None:
     assert failed.text == "texts[0]: model tiny takes pairs of texts only: send a query and documents"
 
 
+async def test_a_long_query_that_is_joined_to_many_documents_is_refused(serve: Serve) -> None:
+    template = manifest_pb2.TextTemplate(before="w20 ", between=" w21 ", after=" w22", after_tokens=1)
+    parts: dict[str, Any] = {"scores": scores(), "text__template": template}
+    server = await serve(FILES, {"max_request_mib": 1}, **parts)
+    failed = await refused(server, query="w5 " * 10_000, documents=["w7"] * 100)
+    assert failed.reason == "REQUEST_TOO_LARGE"
+    assert failed.text.startswith("documents: must have at most 1048576 characters with the query before each of them")
+
+
 async def test_padding_ids_do_not_count_as_the_last_token(serve: Serve) -> None:
     head = scores(pooling=manifest_pb2.POOLING_LAST_TOKEN, not_last_token_id=END)
     server = await serve(FILES, scores=head)
@@ -176,7 +186,7 @@ def pooled(ids: list[int]) -> Any:
     return expected_rows([BEGIN, *ids, END])[0]
 
 
-SIMILARITIES = {
+SIMILARITIES: dict[str, Callable[[Any, Any], Any]] = {
     "": lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b),
     "dot": lambda a, b: a @ b,
     "euclidean": lambda a, b: -np.linalg.norm(a - b),
@@ -239,7 +249,10 @@ CROSS_ENCODER: list[tuple[dict[str, Any], str]] = [
     (asked(truncation=9), "truncation: must be a value of Truncation, 0 to 2; was 9"),
     (asked(prompt_name="none"), "prompt_name: model tiny has no prompt 'none'; it has none"),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=1, lengths=[1], data=b"\0" * 4)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=1, lengths=[1], data=b"\0" * 4),
+        },
         "document_vectors: must be empty, because model tiny compares texts and not vectors; send documents",
     ),
     ({"query": "w5 " * 400_000, "documents": ["w6"]}, "query: must be at most 262144 bytes (max_text_bytes)"),
@@ -250,27 +263,47 @@ DENSE: list[tuple[dict[str, Any], str]] = [
     (asked(activation=pb.ACTIVATION_NONE), "activation: must not be set, because the scores of model tiny are"),
     (asked(prompt_name=""), "prompt_name: must not be set, because model tiny uses the prompts of its tasks"),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=3, lengths=[1], data=b"\0" * 12)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=3, lengths=[1], data=b"\0" * 12),
+        },
         "document_vectors: must have rows of 8 numbers for model tiny; was 3",
     ),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=9, width=8, lengths=[1], data=b"\0" * 32)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MULTI_VECTOR", width=8, lengths=[1], data=b"\0" * 32),
+        },
         "document_vectors: must have rows of OUTPUT_KIND_MODEL_POOLING for model tiny; was OUTPUT_KIND_MULTI_VECTOR",
     ),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=8, lengths=[1, 1], data=b"\0" * 32)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=8, lengths=[1, 1], data=b"\0" * 32),
+        },
         "document_vectors.data: must have 64 bytes, for 2 rows of 8 numbers; was 32",
     ),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=8, lengths=[2], data=b"\0" * 64)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=8, lengths=[2], data=b"\0" * 64),
+        },
         "document_vectors.lengths[0]: must be 1 for this kind; was 2",
     ),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=1, lengths=[1], data=b"\0\0\xc0\x7f")},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=1, lengths=[1], data=b"\0\0\xc0\x7f"),
+        },
         "document_vectors.data: must be finite; was nan in row 0, column 0",
     ),
     (
-        {"query": "w5", "document_vectors": pb.RaggedTensor(kind=2, width=8, lengths=[1], data=b"", data_type=4)},
+        {
+            "query": "w5",
+            "document_vectors": pb.RaggedTensor(
+                kind="OUTPUT_KIND_MEAN", width=8, lengths=[1], data=b"", data_type="DATA_TYPE_INT8"
+            ),
+        },
         "document_vectors.data_type: DATA_TYPE_INT8 is only for outputs of Encode",
     ),
 ]

@@ -178,8 +178,8 @@ def _model(*, pairs_only: bool = False, prompts: tuple[str, ...] = (), **options
     return ScoreModel(functools.partial(write_scores, **options), pairs_only, prompts)
 
 
-_ROBERTA = {"tokenizer": "roberta"}
-_DECODER = {
+_ROBERTA: dict[str, Any] = {"tokenizer": "roberta"}
+_DECODER: dict[str, Any] = {
     "tokenizer": "decoder",
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -187,7 +187,7 @@ _DECODER = {
     "bos_token_id": None,
     "eos_token_id": 2,
 }
-_PROMPTS = {"prompts": {"web": "Find the answer", "other": "Other "}, "default_prompt_name": "web"}
+_PROMPTS: dict[str, Any] = {"prompts": {"web": "Find the answer", "other": "Other "}, "default_prompt_name": "web"}
 MODELS = {
     "bert": _model(model_type="bert"),
     "bert-6": _model(model_type="bert", layout="6", settings={"prompts": {"q": "query: "}}, prompts=("q",)),

@@ -20,10 +20,11 @@ async def score(call: Call, model: ServedModel, request: ScoreCall, build: Calla
 
     Raises:
         InvalidField: The model cannot compute the scores of this call.
+        RequestTooLarge: The model's template joins the query to each document, and all pairs are too large.
         EncserveError: See `Call.encode`.
     """
     model.check_counts(request.count)
-    plan = plan_score(model.bundle, request)
+    plan = plan_score(model.bundle, request, model.limits.max_request_bytes)
     # The outputs stay on the server, so only their own bytes are held.
     replies = [None if it is None else await call.compute(model, it, growth=0.0) for it in (plan.queries, plan.inputs)]
     queries, inputs = replies

@@ -239,11 +239,15 @@ class InputChecker:
             return 0
         around_bytes = len((rules.before + rules.after).encode())
         text_bytes = counted_chars = 0
+        queries: set[int] = set()  # the ids of the queries that have been counted
         for at, sent in enumerate(inputs):
             texts: tuple[str, ...] = (sent,) if isinstance(sent, str) else ()
             if isinstance(sent, SentPair):
-                self._check_pair(at, sent)
-                texts = (sent.query.text, sent.document)
+                is_counted = id(sent.query) in queries and not sent.is_joined
+                if not is_counted:
+                    self._check_query(at, sent.query.text)
+                    queries.add(id(sent.query))
+                texts = (sent.document,) if is_counted else (sent.query.text, sent.document)
             for text in texts:
                 if counted_chars > TURN_BYTES:
                     counted_chars = 0
@@ -270,16 +274,21 @@ class InputChecker:
         self._check_bytes(FieldPath(RequestField.TEXT, at), text)
 
     def _check_pair(self, at: int, pair: SentPair) -> SentPair:
-        """Check the texts of a pair before they are tokenized."""
+        """Check the texts of a pair before they are tokenized. The query is checked once."""
+        if pair.query.ids is None:
+            self._check_query(at, pair.query.text)
+        self._check_bytes(FieldPath(RequestField.TEXT, at), pair.document)
+        return pair
+
+    def _check_query(self, at: int, query: str) -> None:
+        """Check that the model takes pairs, and check the query of a pair before it is tokenized."""
         tokenizer, template = self._tokenizer, self._template
         layout = None if tokenizer is None else tokenizer.pair if template is None else template.between
         if layout is None:
             raise InvalidField(
                 FieldPath(RequestField.TEXT, at), f"model {self._bundle.name} cannot tokenize pairs of texts"
             )
-        self._check_bytes(FieldPath(RequestField.QUERY, at), pair.query.text)
-        self._check_bytes(FieldPath(RequestField.TEXT, at), pair.document)
-        return pair
+        self._check_bytes(FieldPath(RequestField.QUERY, at), query)
 
     def _check_bytes(self, field: FieldPath, text: str) -> None:
         most = self._max_text_bytes
@@ -290,7 +299,7 @@ class InputChecker:
     def _tokenize_pairs(self, pairs: Mapping[int, SentPair], rules: InputRules) -> Checked:
         """Tokenize pairs of texts. The result has no number of text tokens."""
         tokenizer, template = self._tokenizer, self._template
-        assert tokenizer is not None  # noqa: S101 - `_check_pair` has checked this
+        assert tokenizer is not None  # noqa: S101 - `_check_query` has checked this
         joined: dict[int, TokenSequence | str | RequestError] = {}
         if template is not None:
             # The template joins both texts to one text, whose end is cut.
@@ -335,7 +344,7 @@ class InputChecker:
     def _join(self, at: int, first: TokenIds, second: TokenIds, rules: InputRules) -> TokenSequence | RequestError:
         """Cut the texts of a pair if they are too long, and add the special tokens."""
         layout = None if self._tokenizer is None else self._tokenizer.pair
-        assert layout is not None  # noqa: S101 - `_check_pair` has checked this
+        assert layout is not None  # noqa: S101 - `_check_query` has checked this
         scores = self._bundle.scores
         room = rules.limit.tokens - layout.special_tokens
         cuts_only_second = scores is not None and scores.cuts_only_second

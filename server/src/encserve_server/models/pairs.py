@@ -26,15 +26,22 @@ class SentQuery:
 
 
 class SentPair(NamedTuple):
-    """A pair of texts as the caller sent it. The pairs of one query share the query."""
+    """A pair of texts as the caller sent it. The pairs of one query share the query.
+
+    Attributes:
+        query: The first text.
+        document: The second text.
+        is_joined: Whether the model's template joins both texts, so that the query is tokenized again for each pair.
+    """
 
     query: SentQuery
     document: str
+    is_joined: bool = False
 
     @property
     def size(self) -> int:
-        """The number of characters."""
-        return len(self.query.text) + len(self.document)
+        """The number of characters that are tokenized for this pair alone."""
+        return len(self.document) + (len(self.query.text) if self.is_joined else 0)
 
 
 class PairLayout(NamedTuple):

@@ -1,14 +1,14 @@
 """Score calls: the encode calls that they need, and the scores of their results. Independent of protocols."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, RequestField
+from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, RequestField, RequestTooLarge
 from encserve_server.models.pairs import SentPair
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.similarity import (
@@ -204,13 +204,29 @@ class ScorePlan:
         return sparse_scores(query, documents, bundle.sparse.width, bundle.similarity or "dot")
 
 
-def plan_score(bundle: Bundle, call: ScoreCall) -> ScorePlan:
+def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScorePlan:
     """Check a score call against its model, and return the encode calls that it needs.
+
+    Args:
+        bundle: The model.
+        call: The call.
+        max_joined_chars: The maximum number of characters of all pairs, if the model's template joins the query to
+            each document.
 
     Raises:
         InvalidField: The model cannot compute the scores of this call.
+        RequestTooLarge: The pairs that the template joins have too many characters.
     """
     method = score_method(bundle)
+    if bundle.template is not None and bundle.template.between is not None:
+        call = replace(call, pairs=[pair._replace(is_joined=True) for pair in call.pairs])
+        joined = sum(pair.size for pair in call.pairs)
+        if joined > max_joined_chars:
+            raise RequestTooLarge(
+                FieldPath(RequestField.INPUTS),
+                f"must have at most {max_joined_chars} characters with the query before each of them, because the "
+                f"template of {bundle.name} joins both; was {joined}. Send fewer documents, or a shorter query",
+            )
     _check(bundle, call, method)
     outputs = (OutputSpec(_OUTPUTS[method]),)
     if method is ScoreMethod.LABELS:
