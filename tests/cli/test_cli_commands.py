@@ -103,6 +103,22 @@ async def test_similarity_json(service: FakeEncoder) -> None:
     assert (answer["pooling"], answer["texts"], answer["compared_by"]) == ("cls", ["one", "two words"], "cosine")
 
 
+async def test_rank(service: FakeEncoder) -> None:
+    """The command prints the documents with the largest scores, the best first."""
+    result = await encserve(service, "rank", "a query", "two", LONG, "three", "--top-k", "2")
+    assert result.stdout.splitlines()[0] == "a query"
+    assert re.search(r"1 +a rather long text .*… +285\.0000\n +2 +three +5\.0000\n", result.stdout)
+    assert "two" not in result.stdout
+    (request,) = service.score_requests
+    assert (request.query, list(request.documents), request.top_k) == ("a query", ["two", LONG, "three"], 2)
+    as_json = await encserve(service, "rank", "a query", "two", "three", "--json", "--activation", "none")
+    assert json.loads(as_json.stdout) == {
+        "query": "a query",
+        "documents": [{"text": "three", "index": 1, "score": 5.0}, {"text": "two", "index": 0, "score": 3.0}],
+    }
+    assert service.score_requests[-1].activation == pb.ACTIVATION_NONE
+
+
 async def test_the_model_names_the_similarity(service: FakeEncoder) -> None:
     """The model was trained for the dot product, so the scores are dot products. Long numbers widen the columns."""
     service.model_info = pb.ModelInfo(similarity="dot")

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from encserve_client import (
     Array,
     AsyncEncoderClient,
+    Classification,
     EncoderClient,
     EncodeResult,
     EncserveError,
@@ -38,6 +39,11 @@ def with_threads() -> None:
         assert_type(client, EncoderClient)
         assert_type(client.token_vectors(["a", [1, 2], (3,), ids]), list[Array])
         assert_type(client.token_vectors(text for text in "abc"), list[Array])
+        assert_type(client.rank("a", ["b"], top_k=1), list[tuple[int, float]])
+        assert_type(client.rank("a", np.zeros((2, 8), np.float32)), list[tuple[int, float]])
+        assert_type(client.score([("a", "b")]), Array)
+        assert_type(client.classify("a"), Classification)
+        assert_type(client.classify(["a"], activation="none"), list[Classification])
         assert_type(client.token_vectors([vectors, np.zeros((2, 8)), one_input]), list[Array])
         inspected = client.inspect(vectors, attention=[0, 2], hidden_states=False, positions=True, dtype="float16")
         assert_type(inspected, InspectResult)

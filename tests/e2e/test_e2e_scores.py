@@ -18,6 +18,8 @@ from encserve_cli.commands import cli
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 
+# Models with and without token types, and with the pooling of the last token.
+ON_OPENVINO = ("bert-6", "roberta", "qwen3-yes-no")
 QUERY = "the cat on the mat"
 # Models without labels: dense, late interaction, and sparse.
 VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
@@ -30,14 +32,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(zoo: Zoo, directories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+def models(zoo: Zoo, directories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("models")
     for name, row in MODELS.items():
         directory = row.write(directories / name)
         export_once(export_hf, directory, target=Target(model_repository=repository, name=name))
     for name in VECTORS:
         zoo.export(name, repository)
-    with real_server(repository) as server:
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[RealServer]:
+    with real_server(models) as server:
         yield server
 
 
@@ -69,6 +76,21 @@ def test_scores_equal_sentence_transformers(client: EncoderClient, directories: 
         assert (
             worst_error(np.array([it.scores for it in found]), library_scores(directories / name, list(TEXTS))) <= 1e-4
         )
+
+
+@pytest.fixture(scope="module")
+def on_openvino(models: Path) -> Iterator[EncoderClient]:
+    flags = [flag for name in ON_OPENVINO for flag in ("--model", name)]
+    with real_server(models, "--engine", "openvino", *flags) as server, EncoderClient(server.target) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", ON_OPENVINO)
+def test_openvino_gives_the_scores_of_the_library(on_openvino: EncoderClient, directories: Path, name: str) -> None:
+    pairs = list(PAIRS[1:])
+    want = library_scores(directories / name, pairs)
+    got = on_openvino.score(pairs, model=name, activation="none").reshape(len(pairs), -1)
+    assert worst_error(got, want) <= 1e-4
 
 
 @pytest.mark.parametrize("name", VECTORS)
