@@ -107,7 +107,7 @@ async def test_rank(service: FakeEncoder) -> None:
     """The command prints the documents with the largest scores, the best first."""
     result = await encserve(service, "rank", "a query", "two", LONG, "three", "--top-k", "2")
     assert result.stdout.splitlines()[0] == "a query"
-    assert re.search(r"1 +a rather long text .*… +285\.0000\n +2 +three +5\.0000\n", result.stdout)
+    assert re.search(r"1 +a rather long text .*… +285\.0000 *\n +2 +three +5\.0000 *\n", result.stdout)
     assert "two" not in result.stdout
     (request,) = service.score_requests
     assert (request.query, list(request.documents), request.top_k) == ("a query", ["two", LONG, "three"], 2)

@@ -189,9 +189,9 @@ class Bench:
         """Before each run, call `function` with the inputs of the batch, in the engine's thread."""
         run = self.engine.run
 
-        def call_and_run(sequences: Sequence[ModelInput], *, attended: Sequence[int], alone: bool) -> BatchResult:
+        def call_and_run(sequences: Sequence[ModelInput], **options: Any) -> BatchResult:
             function(sequences)
-            return run(sequences, attended=attended, alone=alone)
+            return run(sequences, **options)
 
         monkeypatch.setattr(self.engine, "run", call_and_run)
 
@@ -280,8 +280,8 @@ async def test_each_call_gets_its_own_rows(bench: Bench) -> None:
 async def test_wrong_row_counts_are_a_failure_of_the_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench.engine.run
 
-    def short(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
-        result = run(sequences, attended=attended, alone=alone)
+    def short(sequences: Sequence[TokenIds], **options: Any) -> BatchResult:
+        result = run(sequences, **options)
         return replace(result, output=result.output[:, :-1])
 
     monkeypatch.setattr(bench.engine, "run", short)

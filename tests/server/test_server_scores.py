@@ -125,6 +125,25 @@ async def test_pairs_that_are_too_long_are_cut_or_refused(serve: Serve) -> None:
     assert failed.text.startswith("pairs[0].document: must be at most")
 
 
+async def test_documents_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
+    server = await serve(FILES, scores=scores())
+    fields = asked([[10, 11, 12], [7]], activation=pb.ACTIVATION_NONE, max_document_tokens=2)
+    response = await score(server, **fields)
+    np.testing.assert_allclose(found(response), logits_of([pair_ids(QUERY, it) for it in ([10, 11], [7])]), rtol=1e-5)
+    assert list(response.truncated) == [0]
+    long = asked([[10, 11, *[12] * LONGEST], [7]], activation=pb.ACTIVATION_NONE, max_document_tokens=2)
+    refusing = await score(server, **long, truncation=pb.TRUNCATION_REFUSE)
+    assert (refusing.scores, list(refusing.truncated)) == (response.scores, [0])
+
+
+async def test_documents_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
+    server = await serve({}, similarity="dot")
+    response = await score(server, **asked([[10, 11, 12], [7]], max_document_tokens=4))
+    want = [[pooled(QUERY) @ pooled(it)] for it in ([10, 11], [7])]
+    np.testing.assert_allclose(found(response), want, rtol=1e-4)
+    assert list(response.truncated) == [0]
+
+
 async def test_only_the_second_text_is_cut(serve: Serve) -> None:
     server = await serve(FILES, scores=scores(pair_truncation=manifest_pb2.PAIR_TRUNCATION_ONLY_SECOND))
     query, long = [5] * 40, [7] * LONGEST
@@ -142,9 +161,10 @@ async def test_a_template_joins_the_texts(serve: Serve) -> None:
     template = manifest_pb2.TextTemplate(before="w20 ", between=" w21 ", after=" w22", after_tokens=1)
     parts: dict[str, Any] = {"scores": scores(pooling=manifest_pb2.POOLING_LAST_TOKEN), "text__template": template}
     server = await serve(FILES, **parts)
-    response = await score(server, **asked([[7, 8]], activation=pb.ACTIVATION_NONE))
+    response = await score(server, **asked([[7, 8, 9]], activation=pb.ACTIVATION_NONE, max_document_tokens=2))
     ids = [BEGIN, 20, *QUERY, 21, 7, 8, 22, END]
     want = expected_logits(expected_rows(ids)[-1:])
+    assert list(response.truncated) == [0]
     np.testing.assert_allclose(found(response)[0], want, rtol=1e-5)
     failed = await refused(server, texts=[text(7)])
     assert failed.text == "texts[0]: model tiny takes pairs of texts only: send a query and documents"

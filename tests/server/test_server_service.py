@@ -159,7 +159,7 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
     (request(*[[1]] * 2049), "inputs", "at most 2048 sequences"),
     (one(pb.EncodeOptions(data_type=unknown(9))), "options.data_type", "0 to 4; was 9"),
     (one(pb.EncodeOptions(truncation=unknown(7))), "options.truncation", "was 7"),
-    (outputs(pb.OutputSpec(), pb.OutputSpec(kind=unknown(42))), "options.outputs[1].kind", "0 to 11; was 42"),
+    (outputs(pb.OutputSpec(), pb.OutputSpec(kind=unknown(42))), "options.outputs[1].kind", "0 to 12; was 42"),
     (outputs(pb.OutputSpec(kind=MULTI_VECTOR)), "options.outputs[0].kind", "OUTPUT_KIND_MULTI_VECTOR"),
     (outputs(pb.OutputSpec(), pb.OutputSpec(kind=SPARSE)), "options.outputs[1].kind", "OUTPUT_KIND_SPARSE"),
     (outputs(pb.OutputSpec(max_active_dims=3)), "options.outputs[0].max_active_dims", "was 3"),

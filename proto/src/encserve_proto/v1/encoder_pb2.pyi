@@ -313,7 +313,7 @@ class TextPair(_message.Message):
     def __init__(self, query: _Optional[str] = ..., document: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("model", "model_version", "query", "documents", "document_vectors", "pairs", "texts", "top_k", "activation", "truncation", "prompt_name", "expected_fingerprint", "expected_space_id", "priority")
+    __slots__ = ("model", "model_version", "query", "documents", "document_vectors", "pairs", "texts", "top_k", "activation", "truncation", "prompt_name", "expected_fingerprint", "expected_space_id", "priority", "max_document_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +328,7 @@ class ScoreRequest(_message.Message):
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MAX_DOCUMENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     query: str
@@ -342,7 +343,8 @@ class ScoreRequest(_message.Message):
     expected_fingerprint: str
     expected_space_id: str
     priority: Priority
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., document_vectors: _Optional[_Union[RaggedTensor, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TextPair, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., top_k: _Optional[int] = ..., activation: _Optional[_Union[Activation, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., prompt_name: _Optional[str] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
+    max_document_tokens: int
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., document_vectors: _Optional[_Union[RaggedTensor, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TextPair, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., top_k: _Optional[int] = ..., activation: _Optional[_Union[Activation, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., prompt_name: _Optional[str] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., max_document_tokens: _Optional[int] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("model", "model_version", "fingerprint", "space_id", "scores", "label_count", "labels", "indices", "token_count", "truncated", "query_truncated", "timings")

@@ -73,6 +73,8 @@ class LengthLimit:
         task: The task that has the limit.
         truncate: Whether a longer input is cut instead of refused.
         closing: A cut input of ids ends with these ids, such as the id of [SEP].
+        document_tokens: The maximum number of tokens of the second text of a pair; 0 for no such limit. The end of a
+            longer text is always cut.
     """
 
     tokens: int
@@ -80,6 +82,7 @@ class LengthLimit:
     task: Task = Task.NEITHER
     truncate: bool = False
     closing: tuple[int, ...] = ()
+    document_tokens: int = 0
 
 
 class InputRules(NamedTuple):
@@ -300,21 +303,34 @@ class InputChecker:
         """Tokenize pairs of texts. The result has no number of text tokens."""
         tokenizer, template = self._tokenizer, self._template
         assert tokenizer is not None  # noqa: S101 - `_check_query` has checked this
+        most = rules.limit.document_tokens or None
         joined: dict[int, TokenSequence | str | RequestError] = {}
+        dropped: dict[int, int] = {}  # the tokens that `document_tokens` has cut; 1 if the number is unknown
         if template is not None:
             # The template joins both texts to one text, whose end is cut.
             around = rules.before, template.between or "", rules.after
-            texts = [f"{around[0]}{it.query.text}{around[1]}{it.document}{around[2]}" for it in pairs.values()]
+            documents = [it.document for it in pairs.values()]
+            if most is not None:
+                documents = tokenizer.cut_texts(documents, most)
+                shorter = zip(pairs.items(), documents, strict=True)
+                dropped = {at: 1 for (at, it), document in shorter if document != it.document}
+            texts = [
+                f"{around[0]}{it.query.text}{around[1]}{document}{around[2]}"
+                for it, document in zip(pairs.values(), documents, strict=True)
+            ]
             joined.update(zip(pairs, tokenizer.tokenize(texts, rules.limit.tokens, details=False), strict=True))
         else:
             failures = self._tokenize_queries(tokenizer, pairs.values(), rules)
-            documents = tokenizer.tokenize_plain([it.document for it in pairs.values()])
-            for (at, pair), ids in zip(pairs.items(), documents, strict=True):
+            found = tokenizer.tokenize_plain([it.document for it in pairs.values()])
+            for (at, pair), ids in zip(pairs.items(), found, strict=True):
                 if pair.query.ids is None:
                     problem = failures[id(pair.query)]
                     joined[at] = self._tokenizer_error(FieldPath(RequestField.QUERY, at), problem)
+                elif isinstance(ids, str):
+                    joined[at] = ids
                 else:
-                    joined[at] = ids if isinstance(ids, str) else self._join(at, pair.query.ids, ids, rules)
+                    joined[at] = self._join(at, pair.query.ids, ids[:most], rules)
+                    dropped[at] = len(ids[most:]) if most is not None else 0
         sequences: dict[int, TokenSequence] = {}
         refused: dict[int, RequestError] = {}
         plain = rules._replace(details=False)
@@ -323,6 +339,7 @@ class InputChecker:
                 if isinstance(tokens, RequestError):
                     raise tokens
                 sequences[at] = self._check_tokens(at, "", tokens, plain)
+                sequences[at].original_token_count += dropped.get(at, 0)
             except RequestError as error:
                 refused[at] = error.with_traceback(None)
         return Checked(sequences, refused, 0)

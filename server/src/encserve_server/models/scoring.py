@@ -78,6 +78,8 @@ class ScoreCall:
         truncate: Whether inputs that are too long are cut instead of refused.
         prompt_name: See `EncodeCall`.
         priority: The requested priority.
+        max_document_tokens: The maximum number of tokens of a document; 0 for as many as the model takes. The end of a
+            longer document is cut.
     """
 
     pairs: Sequence[SentPair] = ()
@@ -88,6 +90,7 @@ class ScoreCall:
     truncate: bool = True
     prompt_name: str | None = None
     priority: Priority = Priority.INTERACTIVE
+    max_document_tokens: int = 0
 
     @property
     def count(self) -> int:
@@ -231,7 +234,15 @@ def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScoreP
     outputs = (OutputSpec(_OUTPUTS[method]),)
     if method is ScoreMethod.LABELS:
         inputs = call.pairs or call.texts
-        encode = EncodeCall(inputs, outputs, call.truncate, call.prompt_name, shape=_SHAPE, priority=call.priority)
+        encode = EncodeCall(
+            inputs,
+            outputs,
+            call.truncate,
+            call.prompt_name,
+            shape=_SHAPE,
+            priority=call.priority,
+            document_tokens=call.max_document_tokens,
+        )
         return ScorePlan(bundle, call, method, encode, None)
     places: dict[str, int] = {}  # by query text
     query_of = [places.setdefault(pair.query.text, len(places)) for pair in call.pairs]
@@ -245,6 +256,8 @@ def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScoreP
     documents = None
     if call.vectors is None:
         documents = encode_texts([pair.document for pair in call.pairs], Task.DOCUMENT)
+        if call.max_document_tokens:
+            documents = replace(documents, max_tokens=call.max_document_tokens, truncate=True)
     return ScorePlan(
         bundle, call, method, documents, encode_texts(list(places), Task.QUERY), np.array(query_of, np.int64)
     )

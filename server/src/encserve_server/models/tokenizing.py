@@ -141,6 +141,19 @@ class TextTokenizer:
                 raise
             return [str(error)] if len(texts) == 1 else [it for text in texts for it in self.tokenize_plain([text])]
 
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """Cut the end of each text after `max_tokens` tokens. A text that the tokenizer fails for stays as it is."""
+        try:
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        except BaseException as error:  # an error in one text fails all texts
+            if not _is_failure(error):
+                raise
+            return list(texts) if len(texts) == 1 else [self.cut_texts([text], max_tokens)[0] for text in texts]
+        return [
+            text[: it.offsets[max_tokens - 1][1]] if len(it.ids) > max_tokens else text
+            for text, it in zip(texts, encoded, strict=True)
+        ]
+
     def count_prompt(self, prompt: str) -> int:
         """Return the token count of a prompt, with the special tokens before the prompt, like sentence-transformers.
 

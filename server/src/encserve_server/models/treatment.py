@@ -37,6 +37,7 @@ class EncodeCall:
         max_tokens: The maximum number of tokens of an input; 0 for the limit of the model or the task.
         priority: The requested priority.
         closing: A cut input of ids ends with these ids, such as the id of [SEP].
+        document_tokens: The maximum number of tokens of the second text of a pair; 0 for no such limit.
     """
 
     inputs: Sequence[SentInput]
@@ -49,6 +50,7 @@ class EncodeCall:
     max_tokens: int = 0
     priority: Priority = Priority.INTERACTIVE
     closing: tuple[int, ...] = ()
+    document_tokens: int = 0
 
 
 class CallPlan(NamedTuple):
@@ -139,7 +141,7 @@ class CallPlanner:
         if static is not None:
             checker, expansion = self._static_checkers[task], None
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", task, call.truncate)
-        if call.closing or 0 < call.max_tokens < limit.tokens:
+        if call.closing or call.document_tokens or 0 < call.max_tokens < limit.tokens:
             limit = _narrowed(limit, call)
         detail = shape.detail or plan.detail
         rules = checker.rules(
@@ -262,7 +264,7 @@ def _limit_name(task: Task, bundle: Bundle) -> str:
 
 
 def _narrowed(limit: LengthLimit, call: EncodeCall) -> LengthLimit:
-    """Return the limit with the `max_tokens` and `closing` of the call."""
+    """Return the limit with the `max_tokens`, `closing` and `document_tokens` of the call."""
     if 0 < call.max_tokens < limit.tokens:
         limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
-    return replace(limit, closing=call.closing)
+    return replace(limit, closing=call.closing, document_tokens=call.document_tokens)

@@ -69,6 +69,7 @@ def decode_score_call(request: pb.ScoreRequest, inputs: str) -> ScoreCall:
         truncate=not request.truncation or decode_truncation("truncation", request.truncation),
         prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
         priority=decode_priority(request.priority),
+        max_document_tokens=request.max_document_tokens,
     )
 
 
