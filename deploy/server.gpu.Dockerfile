@@ -7,18 +7,19 @@ ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL=https://pypi.org/simple
 WORKDIR /build
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-RUN python -m venv --without-pip /opt/encserve && python -m venv tools
-COPY deploy/wheels wheels
-COPY deploy/requirements requirements
-RUN pip --python /opt/encserve/bin/python install --require-hashes --only-binary :all: --find-links wheels \
-        -r "requirements/server-gpu.txt" \
-    && tools/bin/pip install --require-hashes --only-binary :all: --find-links wheels -r requirements/build.txt
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
+    PIP_CONSTRAINT=/build/wheels/constraints.txt PIP_FIND_LINKS=/build/wheels
+RUN python -m venv --without-pip /opt/encserve
+COPY constraints.txt dist* wheels/
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip --python /opt/encserve/bin/python install --constraint wheels/constraints.txt --only-binary :all: ".[gpu,http,tls,tracing,pooling]"
 # The code comes last: a change of it leaves the layers above as they are.
 COPY proto proto
+COPY export export
 COPY server server
-RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./server \
-    && pip --python /opt/encserve/bin/python install --no-deps --no-index dist/*.whl
+COPY clients clients
+RUN pip --python /opt/encserve/bin/python install --force-reinstall --no-deps .
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE}

@@ -27,7 +27,7 @@ from container_engine import ROOT, Engine, EngineFailed
 
 from encserve_client import EncoderClient, EncserveError, RetryPolicy, ServerUnavailableError
 
-WHEELS = ROOT / "deploy/wheels"
+WHEELS = ROOT / "dist"
 BUILT = {  # for each image: the Dockerfile and the build target
     "encserve-server:cpu": ("deploy/server.cpu.Dockerfile", None),
     "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
@@ -91,7 +91,7 @@ def step(text: str) -> None:
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Put PyTorch's CPU wheel into deploy/wheels until the end of the `with` block, if pip finds the wheel locally.
+    """Put PyTorch's CPU wheel into dist/ until the end of the `with` block, if pip finds the wheel locally.
 
     pip searches only the folders in its find-links settings.
 
@@ -100,10 +100,9 @@ def torch_wheel() -> Iterator[bool]:
         this variable is not set, the build downloads the wheel from PyTorch's index.
     """
     before = set(WHEELS.glob("*.whl"))
-    lock = ROOT / "deploy/requirements/torch.txt"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-index", "--no-deps"]
     done = subprocess.run(
-        [*pip, "--require-hashes", "--only-binary", ":all:", "--dest", WHEELS, "-r", lock],
+        [*pip, "--only-binary", ":all:", "--dest", WHEELS, "-c", ROOT / "constraints.txt", "torch"],
         capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     try:

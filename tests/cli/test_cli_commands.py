@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
@@ -19,6 +18,7 @@ from click.testing import CliRunner, Result
 from command import TERMINAL
 from fake_encoder import FakeEncoder
 
+from encserve import __version__
 from encserve_cli.commands import cli
 from encserve_client import Pooling
 from encserve_client.options import TrainedKind
@@ -408,9 +408,7 @@ def test_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "encserve_cli", "--version"], capture_output=True, text=True, check=True
     )
-    assert (
-        done.stdout == CliRunner().invoke(cli, ["--version"]).stdout == f"encserve, version {version('encserve-cli')}\n"
-    )
+    assert done.stdout == CliRunner().invoke(cli, ["--version"]).stdout == f"encserve, version {__version__}\n"
 
 
 @pytest.mark.system

@@ -924,7 +924,7 @@ def test_without_ray_the_error_names_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "encserve_cli.job.ray", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'encserve-cli\[ray\]'"):
+    with pytest.raises(ValueError, match=r'^--ray needs ray: pip install "encserve\[ray\]"$'):
         embed_files([source], folder, bundle="b", ray=RayOptions())
 
 

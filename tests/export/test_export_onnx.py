@@ -78,7 +78,7 @@ def test_the_manifest_describes_the_model(file: Path, target: Target) -> None:
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     assert (manifest.source.kind, manifest.source.description) == ("onnx", "by hand 7")
     assert manifest.source.weights_sha256 == sha256
-    assert set(manifest.source.versions) == {"encserve-export", "onnx", "onnxruntime", "tokenizers"}
+    assert set(manifest.source.versions) == {"encserve", "onnx", "onnxruntime", "tokenizers"}
     assert [(part.part, part.count) for part in manifest.parameters] == [
         ("other", (VOCAB_SIZE + POSITIONS + 2) * D_MODEL)
     ]

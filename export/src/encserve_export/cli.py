@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from torch import nn
 
+from encserve import __version__
 from encserve_export import report
 from encserve_export.bundle.store import check_target, name_from
 from encserve_export.bundle.write import Exported, Progress, Target
@@ -38,7 +39,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group()
-@click.version_option(package_name="encserve-export")
+@click.version_option(__version__, prog_name="encserve-export")
 def main() -> None:
     """Export a PyTorch or ONNX encoder as a verified model bundle, NAME/VERSION/ in a model repository."""
 

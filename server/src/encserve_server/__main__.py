@@ -17,7 +17,7 @@ import uvloop
 from click.core import ParameterSource
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reads it on import; gRPC's own log lines are not JSON
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
 from encserve_server.environment import PREFIX, check_environment, is_service_link

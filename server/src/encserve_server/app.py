@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from encserve.extras import needs
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.endpoints.host import Host
@@ -365,15 +366,9 @@ def _import_http() -> "tuple[ModuleType, Callable[..., Awaitable[HttpServer]]]":
     Raises:
         StartupError: A package that HTTP needs is not installed.
     """
-    try:
+    with needs("--http-port", "http", StartupError):
         from encserve_server.protocols import over_http
         from encserve_server.transport.http.server import open_http
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("aiohttp", "msgspec", "orjson"):
-            raise
-        raise StartupError(
-            f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"
-        ) from error
     return over_http, open_http
 
 
@@ -391,18 +386,12 @@ def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | N
                 settings.host,
             )
         return None
+    files = TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
     try:
-        return Certificates(
-            TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file), metrics
-        )
+        with needs("--tls-cert-file", "tls", StartupError):
+            return Certificates(files, metrics)
     except FileError as error:
         raise StartupError(str(error)) from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "cryptography":
-            raise
-        raise StartupError(
-            f"tls_cert_file: the Python package {error.name} is not installed; install encserve-server[tls]"
-        ) from error
 
 
 def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:
@@ -413,13 +402,6 @@ def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer |
     """
     if not settings.trace_endpoint:
         return None
-    try:
+    with needs("--trace-endpoint", "tracing", StartupError):
         from encserve_server.telemetry.tracing import open_otlp
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "opentelemetry":
-            raise
-        raise StartupError(
-            "--trace-endpoint: the Python package opentelemetry is not installed completely; install "
-            "encserve-server[tracing]"
-        ) from error
     return open_otlp(settings.trace_endpoint, settings.trace_sample_ratio, clock, metrics)

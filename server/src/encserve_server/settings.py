@@ -70,7 +70,7 @@ class Settings:
     )
     engine: Literal["onnxruntime", "openvino"] = _setting(
         "onnxruntime",
-        "Library that runs the models. openvino runs only on the CPU and needs encserve-server[openvino].",
+        "Library that runs the models. openvino runs only on the CPU and needs encserve[openvino].",
     )
     precision: Literal["model", "float32", "bfloat16"] = _setting(
         "model",
@@ -90,7 +90,7 @@ class Settings:
     http_port: int | None = _setting(
         None,
         "Port for embeddings over HTTP, for example with the API of OpenAI or text-embeddings-inference "
-        "(docs/http.md); 0 means a free port. Needs encserve-server[http]. Default: no HTTP.",
+        "(docs/http.md); 0 means a free port. Needs encserve[http]. Default: no HTTP.",
         minimum=0,
         maximum=65535,
     )
@@ -98,7 +98,7 @@ class Settings:
         None,
         "PEM file with the certificate of the server and the intermediate certificates. With it, gRPC, HTTP and the "
         "metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it changes. Needs "
-        "encserve-server[tls]. Default: plaintext.",
+        "encserve[tls]. Default: plaintext.",
     )
     tls_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None, "PEM file with the private key for --tls-cert-file, without a password."
@@ -255,7 +255,7 @@ class Settings:
     trace_endpoint: str | None = _setting(
         None,
         "Address to which traces are sent by OTLP over gRPC: http://HOST:PORT, or https:// for TLS. Needs "
-        "encserve-server[tracing]. Default: no tracing.",
+        "encserve[tracing]. Default: no tracing.",
     )
     trace_sample_ratio: float = _setting(
         1.0,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from encserve import __version__
 from encserve_cli.bench import bench
 from encserve_cli.connection import connection_options
 from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
@@ -56,7 +57,7 @@ class _Group(click.Group):
     },
 )
 @connection_options
-@click.version_option(package_name="encserve-cli", prog_name="encserve")
+@click.version_option(__version__, prog_name="encserve")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Get vectors from an encserve server."""

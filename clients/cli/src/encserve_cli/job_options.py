@@ -54,7 +54,7 @@ _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
         "help": "Run this model without a server: the folder of a bundle or of its versions, the folder of a "
-        "checkpoint, or OWNER/NAME on the hub. Needs encserve-server. Checkpoints also need encserve-export.",
+        "checkpoint, or OWNER/NAME on the hub. Needs encserve[cpu]. Checkpoints also need encserve[export].",
     },
     "--engine": {
         "type": click.Choice(["onnxruntime", "openvino"]),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Route

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 
+from encserve.extras import needs
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend, EmbedJob
@@ -59,12 +60,8 @@ def backend_of(
         raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
     assert bundle is not None  # noqa: S101 - the check above ensures this
     if ray is not None:
-        try:
+        with needs("--ray", "ray", ValueError):
             from encserve_cli.job.ray import RayBackend
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise ValueError("--ray needs the package ray: pip install 'encserve-cli[ray]'") from error
         # Each node copies the bundle of a URI itself.
         return RayBackend.of_bundle(
             bundle if "://" in bundle else str(find_bundle(bundle)), engine or EngineOptions(), ray

@@ -10,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow.fs as arrow_fs
 
+from encserve import __version__
+from encserve.extras import install_line
 from encserve_cli.files.reading import check_no_secret
 from encserve_cli.files.storage import filesystem_of
 from encserve_cli.interrupts import Interrupts
@@ -100,7 +101,7 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
         if exporter is None:
             raise ValueError(
                 f"--bundle {source}: is a checkpoint. To export a checkpoint, install {_EXPORTER}: "
-                "`pip install ./proto ./server ./export` in a checkout. Or export on another machine with "
+                f"`{install_line('export')}`. Or export on another machine with "
                 f"`{_EXPORTER} hf {source} --model-repository models --name {name}`, and give --bundle models/{name}"
             )
         # Standard output is for vectors, so the exporter writes to stderr.
@@ -136,7 +137,7 @@ def _cached(name: str, facts: object, make: Callable[[Path], None]) -> Path:
     # ONNX Runtime's cache of weights is in this folder too. The server refuses a cache that other users can write.
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     cache = own / "bundles"
-    key = hashlib.sha256(repr((version("encserve-cli"), facts)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((__version__, facts)).encode()).hexdigest()[:16]
     final = cache / f"{name}-{key}"
     cache.mkdir(exist_ok=True)
     with (cache / f".{final.name}.lock").open("a") as lock:

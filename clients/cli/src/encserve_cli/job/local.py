@@ -1,4 +1,4 @@
-"""Encoding in this process, with the package encserve-server and without a server."""
+"""Encoding in this process, without a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from encserve.extras import needs
 from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
@@ -26,7 +27,7 @@ _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options for running a bundle in this process. None means the default of encserve-server.
+    """The options for running a bundle in this process. None means the server's default.
 
     Attributes:
         engine: "onnxruntime" or "openvino".
@@ -64,19 +65,12 @@ def open_embedder(bundle: Path, options: EngineOptions) -> Any:
     """Load a bundle.
 
     Raises:
-        ValueError: encserve-server is not installed.
+        ValueError: A package of the extra `cpu` is not installed.
         RuntimeError: The bundle, the engine or the device cannot be used. The message has the reason.
     """
-    try:
+    with needs("--bundle", "cpu", ValueError):
         from encserve_server.errors import EncserveError as ServerError
         from encserve_server.offline import Embedder
-    except ModuleNotFoundError as error:
-        if error.name != "encserve_server":
-            raise
-        raise ValueError(
-            "--bundle runs models in this process, which needs encserve-server; from a checkout: pip install "
-            "'./server[cpu]', or [gpu] or [openvino]"
-        ) from error
     try:
         return Embedder(
             bundle,
@@ -207,7 +201,7 @@ class LocalBackend:
         """See `Backend`.
 
         Raises:
-            ValueError: encserve-server is not installed.
+            ValueError: A package of the extra `cpu` is not installed.
             RuntimeError: The bundle, the engine or the device cannot be used, or the model has no such output.
         """
         options = self._options.as_before(before)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from encserve import __version__
 from encserve_client._arguments import check_type
 from encserve_client._grpc.proxy import uses_proxy
 from encserve_client._grpc.target import is_balanced
@@ -101,7 +102,7 @@ def channel_options(
         "grpc.keepalive_time_ms": 12_000,
         "grpc.keepalive_timeout_ms": 8_000,
         "grpc.http2.ping_timeout_ms": 8_000,
-        "grpc.primary_user_agent": "encserve-client",
+        "grpc.primary_user_agent": f"encserve-client/{__version__}",
         **(balancing_options() if is_balanced(target) else {}),
     }
     if not uses_proxy(target):
