@@ -62,6 +62,10 @@ class AsyncWire:
             self._is_reading = True
             self._spawn(self._read_inputs(aiter(self._inputs)))
 
+    def has_event(self) -> bool:
+        """See `Wire`."""
+        return not self._events.empty()
+
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""
         if self._needs_loop:  # gRPC sends the messages only while this task is suspended
