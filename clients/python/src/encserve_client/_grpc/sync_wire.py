@@ -40,9 +40,7 @@ class SyncWire:
         # The calls that have not ended, each with its connection: the reference keeps the channel open.
         self._calls: dict[Any, Connection] = {}
 
-    def now(self) -> float:
-        """See `Wire`."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. If `alone`, the call blocks, because then gRPC needs no polling thread."""

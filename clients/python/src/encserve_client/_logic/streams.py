@@ -44,18 +44,24 @@ class StreamOptions:
 
 
 class StreamMessages:
-    """The inputs of a stream that were read but not sent, grouped into messages. A `MessageSource`."""
+    """The inputs of a stream that were read but not sent, grouped into messages. A `MessageSource`.
+
+    Attributes:
+        full: The full messages that were not taken.
+        inputs_ended: Whether no more inputs follow.
+        may_send_partial: Whether `take` may return a message that is not full, while no message is in flight.
+    """
 
     def __init__(self, builder: MessageBuilder) -> None:
         self.inputs_ended = False
         self.may_send_partial = True
         self._builder = builder
-        self._full: deque[Message] = deque()
+        self.full: deque[Message] = deque()
 
     @property
     def is_ended(self) -> bool:
         """See `MessageSource`."""
-        return self.inputs_ended and not self._full and self._builder.is_empty
+        return self.inputs_ended and not self.full and self._builder.is_empty
 
     def add(self, index: int, item: object) -> None:
         """Add the next input.
@@ -63,20 +69,16 @@ class StreamMessages:
         Raises:
             InvalidInputError: `item` is not an input.
         """
-        if (full := self._builder.add(index, check_input(item, f"inputs[{index}]"))) is not None:
-            self._full.append(full)
+        checked = item if isinstance(item, str) else check_input(item, f"inputs[{index}]")
+        if (full := self._builder.add(index, checked)) is not None:
+            self.full.append(full)
         if self._builder.is_full and (full := self._builder.flush()) is not None:
-            self._full.append(full)
-
-    @property
-    def has_message(self) -> bool:
-        """Whether a full message has not been taken."""
-        return bool(self._full)
+            self.full.append(full)
 
     def take(self, *, idle: bool) -> Message | None:
         """See `MessageSource`. While messages are in flight, inputs wait for a full message."""
-        if self._full:
-            return self._full.popleft()
+        if self.full:
+            return self.full.popleft()
         if self.inputs_ended or (idle and self.may_send_partial):
             return self._builder.flush()
         return None
@@ -150,48 +152,43 @@ class Stream:
                 self._handle(event)
 
     def _ready_results(self) -> Iterator[tuple[int, Result]]:
-        """Yield results, and read one input for each, until a message can be sent or an event has arrived."""
+        """Yield results, and read one input for each, until the wire has work."""
         ready, inputs, progress = self._finished.ready, self._options.inputs, self._options.progress
-        due = self._due()
+        began, due = self._wire.now(), self._due()
         while ready:
             self._n_yielded += 1
             result = ready.popleft()
             if progress is not None:
                 progress(self._n_yielded, self._options.total)
-            began = self._wire.now()
             yield result
             if inputs is None:
                 self._allow_reads()
             elif self._may_read:
                 self._read_one(inputs)
-            now = self._wire.now()
-            self._dispatch.paused_seconds += now - began
-            if self._can_send or self._wire.has_event() or now >= due:
-                return
+            if self._has_work(due):
+                break
+        self._dispatch.paused_seconds += self._wire.now() - began
 
     def _read_inputs(self, inputs: Iterator[object]) -> None:
-        """Read inputs, until a message can be sent, a result is ready, or an event has arrived."""
-        due = self._due()
+        """Read inputs, until a result is ready or the wire has work."""
+        began, due = self._wire.now(), self._due()
         while self._may_read:
-            began = self._wire.now()
-            try:
-                self._read_one(inputs)
-            finally:
-                now = self._wire.now()
-                self._dispatch.paused_seconds += now - began
+            self._read_one(inputs)
             is_idle = self._dispatch.is_idle  # then a partial message can be sent
-            if self._can_send or is_idle or self._finished.ready or self._wire.has_event() or now >= due:
-                return
+            if is_idle or self._finished.ready or self._has_work(due):
+                break
+        self._dispatch.paused_seconds += self._wire.now() - began
+
+    def _has_work(self, due: float) -> bool:
+        """Whether a full message can be sent, an event has arrived, or a message is due for a retry."""
+        if self._source.full and self._dispatch.has_room:
+            return True
+        return self._wire.has_event() or (due < math.inf and self._wire.now() >= due)
 
     def _due(self) -> float:
         """Return the time at which a message that waits for a retry may be sent; infinity if no message waits."""
         seconds = self._dispatch.seconds_to_wait(now := self._wire.now())
         return math.inf if seconds is None else now + seconds
-
-    @property
-    def _can_send(self) -> bool:
-        """Whether a full message can be sent now."""
-        return self._source.has_message and self._dispatch.has_room
 
     @property
     def _may_read(self) -> bool:
