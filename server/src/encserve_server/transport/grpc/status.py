@@ -12,6 +12,7 @@ REASON_TRAILER = "encserve-error-reason"
 # gRPC clients with a retry policy use this trailer. They do not read RetryInfo.
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 DETAILS_TRAILER = "grpc-status-details-bin"
+# The value is JSON, because a transport knows no messages of a protocol, and clients need no package of google.rpc.
 REFUSED_INPUTS_TRAILER = "encserve-refused-inputs"
 # By default, gRPC clients accept trailers of 8 KiB. The rest is for names, gRPC's own trailers and a proxy's.
 _MOST_TRAILER_BYTES = 7 * 1024
