@@ -29,6 +29,7 @@ from click.testing import CliRunner, Result
 from command import TERMINAL, encserve, inputs
 from fake_clock import FakeClock
 from fake_encoder import FakeEncoder, Refused
+from waiting import until
 
 from encserve_cli.commands import cli
 from encserve_cli.files import encoding, rows
@@ -62,6 +63,7 @@ from encserve_client import (
     EncserveError,
     InvalidRequestError,
     SequenceInfo,
+    ServerError,
     Timings,
 )
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -861,6 +863,29 @@ async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path
     assert (summary.rows, summary.rejected, summary.parts, summary.plan.model.model) == (25, 0, 3, "tiny")
     assert (told[-1].rows, told[-1].total_rows, told[-1].parts) == (25, 25, 3)
     assert table_of(folder)["text"].to_pylist() == TEXTS
+
+
+async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
+    service: FakeEncoder, source: Path, folder: Path
+) -> None:
+    """The first of three blocks fails. The server answers the other two blocks never, and the job ends soon.
+
+    A job that Ctrl-C ends takes the same way.
+    """
+
+    async def fail_first(request: pb.EncodeRequest) -> None:
+        if any(item.text == TEXTS[0] for item in request.inputs):
+            await until(lambda: service.n_open == 3)
+            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+        await asyncio.sleep(600)
+
+    def embed() -> None:
+        with EncoderClient(service.target, timeout_seconds=60) as client, pytest.raises(ServerError, match="crashed"):
+            embed_files([source], folder, client=client)
+
+    service.before = fail_first
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(embed)
 
 
 def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) -> None:

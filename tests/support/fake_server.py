@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
 class Failed(Exception):
     """The error of a failed call: the status code, the text, encserve's reason, and the google.rpc details.
 
-    The details are stored by message type.
+    The details are stored by message type. `refused` has the text and the reason of each refused input.
     """
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
@@ -62,6 +63,8 @@ class Failed(Exception):
         trailers = dict(error.trailing_metadata() or ())
         self.reason = trailers.get("encserve-error-reason", "")
         self.pushback_ms = trailers.get("grpc-retry-pushback-ms")
+        refused = json.loads(trailers.get("encserve-refused-inputs", "[]"))
+        self.refused: list[tuple[str, str]] = [(it["message"], it["reason"]) for it in refused]
         self.details: dict[str, Any] = {}
         packed = trailers.get("grpc-status-details-bin")
         if packed is not None:

@@ -110,8 +110,8 @@ def embed_files(
         bundle: The model to run in this process: a bundle, a directory with a checkpoint, or the name of a checkpoint
             on the hub; see `--bundle`. Needs the package encserve-server.
         client: The client of a server that embeds, best `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The
-            job survives a full or restarting server for `timeout_seconds`. The client stays open. Ctrl-C waits for
-            the running calls, at most `timeout_seconds` if the server does not answer.
+            job survives a full or restarting server for `timeout_seconds`. The client stays open. Ctrl-C ends the job
+            within about a second, even if the server does not answer.
         model: The name of the served model. Default: the server's default model.
         model_version: The version of the model. Default: the model's default version.
         engine: The options for running the bundle. Default: the defaults of encserve-server.
