@@ -76,14 +76,14 @@ class FakeBackend:
     together: tuple[Path, int] | None = None
     fingerprint_of: Path | None = None
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """See `Backend`."""
         if self.together is not None:
             (self.together[0] / str(os.getpid())).touch()
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
-        return LocalWorker(replace(make, kind=kind or "model"), facts, FakeEncoder(self.seconds, self.together))
+        return LocalWorker(replace(make, kind=make.kind or "model"), facts, FakeEncoder(self.seconds, self.together))
 
 
 class SmallCluster:

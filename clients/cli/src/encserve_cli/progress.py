@@ -14,10 +14,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from encserve_client import Progress
-
 Clock = Callable[[], float]
-Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
@@ -139,21 +136,6 @@ class ProgressCounter:
                     rows_before=self._rows_before,
                 )
             self._on_progress(progress)
-
-
-def counting(count: Count) -> Progress:
-    """Return a `Progress` for a client's call. It calls `count` with the number of newly finished inputs.
-
-    After a failed attempt it calls `count` with 0, so that `count` can stop the call.
-    """
-    counted = 0
-
-    def progress(done: int, _: int | None) -> None:
-        nonlocal counted
-        count(max(done - counted, 0))
-        counted = max(done, counted)
-
-    return progress
 
 
 class _BarConsole(Console):

@@ -1,7 +1,7 @@
 """The data of a job, and the interface of its encoders. Ray pickles these objects."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from encserve_cli.files.reading import DataFile
@@ -96,6 +96,10 @@ class Work:
         """Whether the worker must do a part."""
         is_inside = part.input == self.input and self.first <= part.number < (self.end or part.number + 1)
         return is_inside and part.number not in self.finished and self.shard.has(part)
+
+    def without(self, parts: Iterable[Part]) -> "Work":
+        """Return this work without the parts, which are done."""
+        return replace(self, finished=self.finished.union(it.number for it in parts))
 
 
 @dataclass(frozen=True, slots=True)
