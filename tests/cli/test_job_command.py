@@ -280,7 +280,7 @@ async def test_programs_read_json_lines(
     plan, *progress, done = events_of(result)
     assert (plan["event"], plan["rows"], plan["model"]["fingerprint"]) == ("plan", 26, "f" * 16)
     assert {it["event"] for it in progress} == {"progress"}
-    assert {"rows", "total_rows", "parts", "tokens_per_second", "padding", "seconds_left"} <= progress[0].keys()
+    assert {"rows", "total_rows", "parts", "tokens_per_second", "seconds_left"} <= progress[0].keys()
     assert (done["event"], done["rows"], done["rejected"], done["parts"]) == ("done", 26, 1, 3)
     assert done["rejected_output"] == f"{folder}/_rejected"
     assert done["first_rejected"].startswith(f"{source}, line 26")
@@ -322,8 +322,8 @@ async def test_progress_moves_with_the_first_reply(
     assert reported.is_set()
 
 
-def progress_at(rows: int, seconds: float = 10.0, padding: float | None = 0.125) -> JobProgress:
-    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, padding, seconds)
+def progress_at(rows: int, seconds: float = 10.0) -> JobProgress:
+    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, seconds)
 
 
 def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,9 +334,7 @@ def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str])
             clock.advance(1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["300", "600", "900"]
-    assert lines[0] == (
-        "300 of 1,000 texts, 30 parts, 2 rejected, 30 texts/s, 1,500 tokens/s, 12.5% padding, 0:00:23 left"
-    )
+    assert lines[0] == "300 of 1,000 texts, 2 rejected, 30 texts/s, 0:00:23 left"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +346,7 @@ def test_the_speed_is_that_of_this_run(before: int, facts: str, capsys: pytest.C
     clock = FakeClock()
     with shown_progress(1000, "texts", clock=clock.now) as told:
         clock.advance(30)
-        told(JobProgress(600, 1000, 0, 0, 0, None, 10.0, rows_before=before))
+        told(JobProgress(600, 1000, 0, 0, 0, 10.0, rows_before=before))
     assert capsys.readouterr().err.splitlines() == [facts]
 
 
@@ -388,7 +386,7 @@ def test_the_bar_fits_into_the_terminal(
     for name, value in (TERMINAL | {"COLUMNS": str(columns)}).items():
         monkeypatch.setenv(name, value)
     with shown_progress(5_000_000, "texts") as told:
-        told(JobProgress(1_234_567, 5_000_000, 602, 12, 10**9, None, 100.0))
+        told(JobProgress(1_234_567, 5_000_000, 602, 12, 10**9, 100.0))
     lines = [line for line in re.split(r"\x1b\[\S*?[A-Za-z]|\r|\n", capsys.readouterr().err) if line]
     facts = "1,234,567 of 5,000,000 texts, 12 rejected, 12,346 texts/s, 0:05:05 left"
     assert any(line.endswith(facts) and len(line) == columns - 3 for line in lines)
@@ -434,7 +432,7 @@ def test_progress_of_many_threads_never_goes_back() -> None:
 
     def count() -> None:
         for _ in range(500):
-            counter.count_batch(1, tokens=2, padded_tokens=2)
+            counter.count_batch(1, tokens=2)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -528,7 +526,7 @@ class Words:
         }
         counts = [len(it.split()) for it in values if isinstance(it, str) and it not in ("bad", "long")]
         rows: npt.NDArray[np.float32] = np.array([[it, 0] for it in counts], np.float32)
-        on_batch(len(values), sum(counts), 2 * sum(counts))
+        on_batch(len(values), sum(counts))
         output = EncodedOutput("model", False, (Block(rows, np.ones(len(counts), np.uint32), None),), 0)
         infos = tuple(SequenceInfo(count, count, False, None, None, None, None) for count in counts)
         result = EncodeResult("words", "1", "f" * 16, (output,), infos, Timings(0, 0, 0, 0, 0, 0), "")

@@ -50,7 +50,7 @@ class FakeEncoder:
         rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
         output = EncodedOutput("mean", True, (Block(rows, np.ones(len(values), np.int64), None),), 0)
         result = EncodeResult("fake", "1", FACTS.fingerprint, (output,), (), Timings(0.0, 0.0, 0.0, 0.0, 0, 0), "")
-        on_batch(len(values), len(values), len(values))
+        on_batch(len(values), len(values))
         return Encoded(result, {})
 
     def stop(self) -> None:

@@ -31,7 +31,6 @@ class JobProgress:
         parts: The number of finished parts.
         rejected: The number of rejected rows.
         tokens: The number of tokens that this run computed, without padding.
-        padding: The share of padding in this run's tokens, from 0 to 1; None if unknown.
         seconds: The duration of this run so far.
         rows_before: The number of rows from earlier runs.
     """
@@ -41,7 +40,6 @@ class JobProgress:
     parts: int
     rejected: int
     tokens: int
-    padding: float | None
     seconds: float
     rows_before: int = 0
 
@@ -96,19 +94,18 @@ class ProgressCounter:
         self._report_lock = threading.Lock()  # so that reports are in the order of their counts
         self._began = time.monotonic()
         self._rows_before = rows
-        self._batch_rows = self._padded_tokens = 0
+        self._batch_rows = 0
 
     @property
     def seconds(self) -> float:
         """The duration of this run so far."""
         return time.monotonic() - self._began
 
-    def count_batch(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+    def count_batch(self, rows: int, tokens: int) -> None:
         """Count encoded rows and their tokens. 0 tokens if unknown."""
         with self._lock:
             self._batch_rows += rows
             self.tokens += tokens
-            self._padded_tokens += padded_tokens
         self.report()
 
     def count_part(self, rows: int, rejected: int) -> None:
@@ -131,7 +128,6 @@ class ProgressCounter:
                     parts=self.parts,
                     rejected=self.rejected,
                     tokens=self.tokens,
-                    padding=1 - self.tokens / self._padded_tokens if self._padded_tokens else None,
                     seconds=self.seconds,
                     rows_before=self._rows_before,
                 )
@@ -165,7 +161,7 @@ def shown_progress(
         with _bar(console, total_rows, unit) as show:
             yield show
     else:
-        log = lambda it: click.echo(_log_line(it, unit), err=True)  # noqa: E731
+        log = lambda it: click.echo(_line(it, unit), err=True)  # noqa: E731
         yield _every(_LOG_SECONDS, log, clock, first_at=clock() + _LOG_SECONDS)
 
 
@@ -190,7 +186,7 @@ def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProg
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", total=total_rows)
-        yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_bar_facts(it, unit)))
+        yield lambda it: bar.update(task, completed=it.rows, description=_line(it, unit))
 
 
 def as_record(progress: JobProgress) -> dict[str, object]:
@@ -199,34 +195,17 @@ def as_record(progress: JobProgress) -> dict[str, object]:
     return asdict(progress) | {name: getattr(progress, name) for name in names}
 
 
-def _bar_facts(it: JobProgress, unit: str) -> list[str]:
-    """Return the facts that fit into 80 columns."""
-    return [_done(it, unit), *_rejected(it), *_rate(it, unit), *_time_left(it)]
-
-
-def _log_line(it: JobProgress, unit: str) -> str:
-    parts = [f"{it.parts:,} parts"] if it.parts else []
-    facts = [f"{it.tokens_per_second:,.0f} tokens/s"] if it.tokens else []
-    facts += [] if it.padding is None else [f"{it.padding:.1%} padding"]
-    return ", ".join([_done(it, unit), *parts, *_rejected(it), *_rate(it, unit), *facts, *_time_left(it)])
-
-
-def _done(it: JobProgress, unit: str) -> str:
+def _line(it: JobProgress, unit: str) -> str:
+    """Return the known facts on one line, which fits into 80 columns."""
     total = "" if it.total_rows is None else f" of {it.total_rows:,}"
-    return f"{it.rows:,}{total} {unit}"
-
-
-def _rejected(it: JobProgress) -> list[str]:
-    return [f"{it.rejected:,} rejected"] if it.rejected else []
-
-
-def _rate(it: JobProgress, unit: str) -> list[str]:
-    rate = it.rows_per_second
-    return [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.1f} {unit}/s"] if rate else []
-
-
-def _time_left(it: JobProgress) -> list[str]:
-    return [] if it.seconds_left is None else [f"{duration(it.seconds_left)} left"]
+    facts = [f"{it.rows:,}{total} {unit}"]
+    if it.rejected:
+        facts.append(f"{it.rejected:,} rejected")
+    if rate := it.rows_per_second:
+        facts.append(f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.1f} {unit}/s")
+    if it.seconds_left is not None:
+        facts.append(f"{duration(it.seconds_left)} left")
+    return ", ".join(facts)
 
 
 def duration(seconds: float) -> str:

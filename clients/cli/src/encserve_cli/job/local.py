@@ -122,7 +122,7 @@ class LocalEncoder:
                 prompt_name=make.prompt_name,
                 truncate=make.truncate,
                 exclude_special_tokens=make.exclude_special,
-                on_batch=on_batch,
+                on_batch=lambda rows, tokens, _: on_batch(rows, tokens),
             )
         except offline.Stopped as error:
             raise Stopped from error

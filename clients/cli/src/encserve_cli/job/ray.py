@@ -162,10 +162,10 @@ class _Actor:
             self._worker = self._worker or self._backend.open(make, before)
             return self._worker.make, self._worker.model
 
-    def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int, int]:
-        """Do work. Return the reports of the parts, the number of tokens, and the number of tokens with padding."""
+    def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int]:
+        """Do work. Return the reports of the parts, and the number of tokens."""
         make, model = self.open(plan.make, plan.model)
-        counts: list[tuple[int, ...]] = [(0, 0)]
+        counts: list[int] = []
         done: dict[Part, PartReport] = {}
         with _errors_of_node():
             if problems := differences(plan, plan.read, make, model):
@@ -174,9 +174,8 @@ class _Actor:
                 done = finished_parts(plan, store, work.has)
                 work = work.without(done)
             assert self._worker is not None  # noqa: S101 - `open` sets it
-            made = list(self._worker.run(plan, store, [work], lambda _, *tokens: counts.append(tokens)))
-        tokens, padded_tokens = map(sum, zip(*counts, strict=True))
-        return [*done.values(), *made], tokens, padded_tokens
+            made = list(self._worker.run(plan, store, [work], lambda _, tokens: counts.append(tokens)))
+        return [*done.values(), *made], sum(counts)
 
 
 @contextmanager
@@ -267,8 +266,8 @@ class RayWorker:
                 except RayError as error:
                     raise _plain(error, "the cluster failed") from None
                 if given is not None:
-                    reports, tokens, padded_tokens = answer
-                    on_batch(0, tokens, padded_tokens)
+                    reports, tokens = answer
+                    on_batch(0, tokens)
                     yield from reports
 
     def _wait(self, replies: list[Any]) -> list[Any]:

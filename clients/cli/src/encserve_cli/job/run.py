@@ -110,13 +110,13 @@ class LocalWorker:
                 values.append(value)
         counts: list[int] = []
 
-        def count(rows: int, tokens: int, padded_tokens: int) -> None:
+        def count(rows: int, tokens: int) -> None:
             counts.append(rows)
-            on_batch(rows, tokens, padded_tokens)
+            on_batch(rows, tokens)
 
         self._check_running()
         encoded = self.encoder.encode(values, count) if values else Encoded(None, {})
-        on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected rows
+        on_batch(len(block.rows.values) - sum(counts), 0)  # rows that were in no batch, such as rejected rows
         return Encoded(encoded.result, {good[index]: error for index, error in encoded.refused.items()})
 
     def _check_running(self) -> None:

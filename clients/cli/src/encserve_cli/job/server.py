@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 import numpy as np
@@ -102,7 +103,7 @@ class ServerEncoder:
             # The rows were counted before the crash.
             encoded = Encoded(None, {})
             if good:
-                encoded = self._encode([values[index] for index in good], lambda _, *tokens: on_batch(0, *tokens))
+                encoded = self._encode([values[index] for index in good], lambda _, tokens: on_batch(0, tokens))
         return Encoded(encoded.result, refused | {good[index]: error for index, error in encoded.refused.items()})
 
     def _encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
@@ -111,7 +112,7 @@ class ServerEncoder:
         def count(done: int, _: int | None) -> None:
             nonlocal counted
             self._check_running()  # `count` is called after failed attempts too
-            on_batch(max(done - counted, 0), 0, 0)
+            on_batch(max(done - counted, 0), 0)
             counted = max(done, counted)
 
         # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
@@ -126,7 +127,7 @@ class ServerEncoder:
                 f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve that "
                 "version again, or begin again: a job with --overwrite"
             )
-        on_batch(0, sum(it.token_count for it in result.sequences), 0)
+        on_batch(0, sum(it.token_count for it in result.sequences))
         if isinstance(inputs[0], list):
             result = with_sent_ids(result, inputs)
         refused = {order[index]: error for index, error in result.errors.items()}
@@ -164,8 +165,8 @@ class ServerEncoder:
         try:
             self._client.raw_method("Encode")(request.SerializeToString(), timeout=_PROBE_SECONDS)
         except grpc.RpcError as error:
-            is_refusal = any(name == "encserve-error-reason" for name, _ in error.trailing_metadata() or ())  # type: ignore[misc]
-            if error.code() in _CRASH_CODES and not is_refusal:
+            trailers: Any = error.trailing_metadata() or ()
+            if error.code() in _CRASH_CODES and "encserve-error-reason" not in dict(trailers):
                 return error.details() or error.code().name
         return ""
 

@@ -143,8 +143,8 @@ class PartReport:
 class BatchProgress(Protocol):
     """A function that is called after each batch, from any thread."""
 
-    def __call__(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """Arguments: the number of rows, of tokens, and of tokens with padding; 0 if unknown."""
+    def __call__(self, rows: int, tokens: int) -> None:
+        """Arguments: the number of rows, and of tokens without padding; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class Stopped(Exception):
     """The job was stopped."""
 
 
-def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+def ignore_batch(rows: int, tokens: int) -> None:
     """A `BatchProgress` that does nothing."""
 
 
