@@ -107,8 +107,8 @@ def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tup
 def finished_parts(plan: Plan, store: Store, only: Callable[[Part], bool] | None = None) -> dict[Part, PartReport]:
     """Return the complete parts of this job in the output. Log a warning about other parts.
 
-    The footer of a part names the input file, the rows, the model and the options. All of these must be equal to those
-    of the job. The part must have as many rows as the footer says. The values are not read.
+    The footer of a part names the input file, the rows, the model and the options. The job must have the same input
+    file, rows, model and options. The part must have as many rows as the footer says. The values are not read.
 
     Args:
         plan: The job.

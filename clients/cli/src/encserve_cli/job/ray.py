@@ -1,4 +1,4 @@
-"""A job on a Ray cluster. Each actor has the model and does parts.
+"""A job on a Ray cluster. Each actor has the model and makes parts of the output.
 
 The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room, and
 the actor does the missing parts of its work. `ray.util.ActorPool` is not used, because it would not tell which work
@@ -163,7 +163,7 @@ class _Actor:
             return self._worker.make, self._worker.model
 
     def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int]:
-        """Do work. Return the reports of the parts, and the number of tokens."""
+        """Make the parts of `work`. Return the reports of the parts, and the number of tokens."""
         make, model = self.open(plan.make, plan.model)
         counts: list[int] = []
         done: dict[Part, PartReport] = {}
@@ -189,7 +189,7 @@ def _errors_of_node() -> Iterator[None]:
 
 
 class RayWorker:
-    """Does parts on the actors of a cluster; see `encserve_cli.job.run.Worker`."""
+    """Makes parts on the actors of a cluster; see `encserve_cli.job.run.Worker`."""
 
     divides_files = True
 

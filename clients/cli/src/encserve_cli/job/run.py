@@ -51,7 +51,7 @@ class JobSummary:
 
 
 class Worker(Protocol):
-    """Does the parts of jobs with a loaded model: in this process, through a server, or on a cluster."""
+    """Makes the parts of jobs with a loaded model: in this process, through a server, or on a cluster."""
 
     @property
     def make(self) -> MakeOptions:
@@ -63,10 +63,10 @@ class Worker(Protocol):
 
     @property
     def divides_files(self) -> bool:
-        """Whether several processes do parts of one file at the same time."""
+        """Whether several processes make parts of one file at the same time."""
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
-        """Do all work in any order. Yield the report of each part after the part is written.
+        """Make the parts of `work` in any order. Yield the report of each part after the part is written.
 
         Raises:
             Stopped: `stop` was called.
@@ -81,7 +81,7 @@ class Worker(Protocol):
 
 
 class LocalWorker:
-    """Does parts in threads of this process, so that reading, tokenizing, computing and writing overlap."""
+    """Makes parts in threads of this process, so that reading, tokenizing, computing and writing overlap."""
 
     divides_files = False
 

@@ -41,8 +41,8 @@ _MOST_CRASHING = 4  # a server that dies for more inputs of a block is broken
 class ServerEncoder:
     """Encodes through a client. Several threads may use an encoder at the same time.
 
-    An input that makes the server die is found and refused. Meanwhile no other thread sends inputs, so that the death
-    of the server is the fault of the inputs that were sent.
+    The encoder finds and refuses an input that makes the server die. During the search no other thread sends inputs, so
+    only the inputs of the search can make the server die.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ServerEncoder:
     def _crashing(self, values: Sequence[Value]) -> dict[int, EncserveError]:
         """Return the inputs that make the server die, by index. Each of them was sent alone.
 
-        The function sends small groups of inputs, and divides a group after which the server is dead.
+        The function sends small groups of inputs. If the server dies for a group, the function divides the group.
 
         Raises:
             EncserveError: The server does not come back, or dies for too many inputs.

@@ -83,7 +83,7 @@ class Work:
         first: The number of the first part.
         end: One more than the number of the last part; None for all parts until the end of the file.
         finished: The numbers of parts that are already done.
-        shard: The worker does only parts of this share.
+        shard: The worker makes only parts of this share.
     """
 
     input: int
@@ -172,7 +172,7 @@ class Encoder(Protocol):
     """Computes the outputs of values, with a loaded model or a client. Several threads may use an encoder."""
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
-        """Encode values, and return when all are done.
+        """Encode values. Return when all values are encoded or refused.
 
         Raises:
             Stopped: `stop` was called.
