@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import click
@@ -68,10 +68,7 @@ class ProgressCounter:
     """Counts the work of a run, and reports the progress after each count. Any thread may count.
 
     Attributes:
-        rows: The number of rows in finished parts.
-        parts: The number of finished parts.
-        rejected: The number of rejected rows.
-        tokens: The number of tokens that this run computed, without padding.
+        progress: The progress at the last count.
     """
 
     def __init__(
@@ -84,54 +81,43 @@ class ProgressCounter:
         rejected: int = 0,
     ) -> None:
         """Begin a run. `rows`, `parts` and `rejected` count the work of earlier runs."""
-        self.rows = rows
-        self.parts = parts
-        self.rejected = rejected
-        self.tokens = 0
-        self._total_rows = total_rows
+        self.progress = JobProgress(rows, total_rows, parts, rejected, tokens=0, seconds=0.0, rows_before=rows)
         self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._report_lock = threading.Lock()  # so that reports are in the order of their counts
+        self._lock = threading.Lock()  # held during a report, so that reports are in the order of their counts
         self._began = time.monotonic()
-        self._rows_before = rows
+        self._part_rows = rows
         self._batch_rows = 0
-
-    @property
-    def seconds(self) -> float:
-        """The duration of this run so far."""
-        return time.monotonic() - self._began
 
     def count_batch(self, rows: int, tokens: int) -> None:
         """Count encoded rows and their tokens. 0 tokens if unknown."""
-        with self._lock:
-            self._batch_rows += rows
-            self.tokens += tokens
-        self.report()
+        self._count(batch_rows=rows, tokens=tokens)
 
-    def count_part(self, rows: int, rejected: int) -> None:
-        """Count a written part."""
-        with self._lock:
-            self.parts += 1
-            self.rows += rows
-            self.rejected += rejected
-        self.report()
+    def count_part(self, rows: int, rejected: int) -> JobProgress:
+        """Count a written part, and return the progress."""
+        return self._count(part_rows=rows, rejected=rejected, parts=1)
 
-    def report(self) -> None:
-        """Report the progress so far."""
-        if self._on_progress is None:
-            return
-        with self._report_lock:
-            with self._lock:
-                progress = JobProgress(
-                    rows=max(self.rows, self._rows_before + self._batch_rows),
-                    total_rows=self._total_rows,
-                    parts=self.parts,
-                    rejected=self.rejected,
-                    tokens=self.tokens,
-                    seconds=self.seconds,
-                    rows_before=self._rows_before,
-                )
-            self._on_progress(progress)
+    def report(self) -> JobProgress:
+        """Report the progress so far, and return it."""
+        return self._count()
+
+    def _count(
+        self, *, batch_rows: int = 0, part_rows: int = 0, parts: int = 0, rejected: int = 0, tokens: int = 0
+    ) -> JobProgress:
+        with self._lock:
+            self._batch_rows += batch_rows
+            self._part_rows += part_rows
+            before = self.progress
+            self.progress = replace(
+                before,
+                rows=max(self._part_rows, before.rows_before + self._batch_rows),
+                parts=before.parts + parts,
+                rejected=before.rejected + rejected,
+                tokens=before.tokens + tokens,
+                seconds=time.monotonic() - self._began,
+            )
+            if self._on_progress is not None:
+                self._on_progress(self.progress)
+            return self.progress
 
 
 class _BarConsole(Console):

@@ -239,24 +239,24 @@ class EmbedJob:
             parts=parts_before,
             rejected=sum(it.rejected for it in finished.values()),
         )
-        _check_rejected(counter.rejected, max_rejected, first_rejected)
+        progress = counter.report()
+        _check_rejected(progress.rejected, max_rejected, first_rejected)
         work = self.plan.work(finished, self.shard, divided=self.worker.divides_files)
-        counter.report()
         with closing(self.worker.run(self.plan, self.store, work, counter.count_batch)) as reports:
             for report in reports:
                 finished[report.part] = report
                 first_rejected = first_rejected or report.first_rejected
-                counter.count_part(report.rows, report.rejected)
-                _check_rejected(counter.rejected, max_rejected, first_rejected)
+                progress = counter.count_part(report.rows, report.rejected)
+                _check_rejected(progress.rejected, max_rejected, first_rejected)
         return JobSummary(
             output=self.store.uri,
-            rows=counter.rows,
-            rejected=counter.rejected,
+            rows=progress.rows,
+            rejected=progress.rejected,
             first_rejected=first_rejected,
-            parts=counter.parts,
+            parts=progress.parts,
             parts_before=parts_before,
-            tokens=counter.tokens,
-            seconds=counter.seconds,
+            tokens=progress.tokens,
+            seconds=counter.report().seconds,
             plan=self.plan,
         )
 

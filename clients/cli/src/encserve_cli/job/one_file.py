@@ -74,9 +74,9 @@ def _save(encoder: Encoder, sources: Sources, path: Path, as_json: bool, stop: C
             rows += sum(len(it.rows) for it in result.outputs[0].blocks)
         if result is None:
             raise sources.none_found
+        seconds = counter.report().seconds
     if path == STDOUT:
         return
-    seconds = counter.seconds
     if as_json:
         body = {"kind": result.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
         click.echo(json.dumps(ids_of(result) | body))
