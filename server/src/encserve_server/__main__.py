@@ -21,7 +21,7 @@ from encserve import __version__
 from encserve_server.app import serve
 from encserve_server.callers.keys import digest_of, make_key
 from encserve_server.environment import PREFIX, check_environment, is_service_link
-from encserve_server.settings import Settings
+from encserve_server.settings import SECTIONS, Settings
 from encserve_server.system import descriptors, memory
 from encserve_server.telemetry import logs
 
@@ -32,7 +32,14 @@ _SYNONYMS = {"gpu": "cuda"}
 
 
 class _Option(click.Option):
-    """A flag that ignores the address of a Service, which Kubernetes may set in the flag's environment variable."""
+    """A flag in a section of the help.
+
+    The flag ignores the address of a Service, which Kubernetes may set in the flag's environment variable.
+    """
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        self.section = section
+        super().__init__(*args, **kwargs)
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
@@ -48,6 +55,21 @@ class _Choice(click.Choice[str]):
         return f"{message} Did you mean {near!r}?" if near in self.choices else message
 
 
+class _Group(click.Group):
+    """A command whose help lists the options in sections, the commonest options first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections[getattr(parameter, "section", SECTIONS[0])].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        self.format_commands(ctx, formatter)
+
+
 def _is_service_port(variable: str, value: str) -> bool:
     return variable.endswith("_PORT") and is_service_link(value)
 
@@ -56,7 +78,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     """Return the click option of a setting."""
     flag = f"--{field.name.replace('_', '-')}"
     common: dict[str, Any] = {"help": field.metadata["help"], "show_envvar": True, "show_default": True}
-    common |= {"cls": _Option, "envvar": f"{PREFIX}{field.name.upper()}"}
+    common |= {"cls": _Option, "section": field.metadata["section"], "envvar": f"{PREFIX}{field.name.upper()}"}
     if field.default is not dataclasses.MISSING:
         common |= {"default": field.default}
     if isinstance(hint, types.UnionType):  # such as `int | None`; for None, the server chooses the default
@@ -81,9 +103,13 @@ def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.group(invoke_without_command=True, context_settings={"auto_envvar_prefix": "ENCSERVE", "max_content_width": 110})
-@click.version_option(__version__, prog_name="encserve-server")
+@click.group(
+    cls=_Group,
+    invoke_without_command=True,
+    context_settings={"auto_envvar_prefix": "ENCSERVE", "max_content_width": 110},
+)
 @_settings_options
+@click.version_option(__version__, prog_name="encserve-server")
 @click.pass_context
 def main(context: click.Context, /, **values: Any) -> None:
     """Serve encoder models over gRPC and HTTP, with Prometheus metrics.
