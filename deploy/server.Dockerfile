@@ -9,6 +9,7 @@ ARG EXTRA=cpu
 FROM ${PYTHON_IMAGE} AS build
 ARG EXTRA
 ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_NO_INDEX=
 WORKDIR /build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     PIP_CONSTRAINT=/build/wheels/constraints.txt PIP_FIND_LINKS=/build/wheels

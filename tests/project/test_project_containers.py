@@ -69,7 +69,18 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with PyTorch's wheel, if pip finds the wheel on this machine."""
     folder = tmp_path_factory.mktemp("dist")
     (torch,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-index", "--no-deps", "--dest", folder, torch]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        torch,
+    ]
     subprocess.run(command, capture_output=True, timeout=120, check=False)
     return folder
 
@@ -93,8 +104,9 @@ def models(export_file: Dockerfile, tmp_path_factory: pytest.TempPathFactory) ->
     service = COMPOSE["export"]
     image = export_file.stage(service["build"]["target"])
     folder = tmp_path_factory.mktemp("models")
+    command = [word.replace("$$", "$") for word in (*service["entrypoint"], *service["command"])]
     for _ in range(2):  # the second time, the bundle is there
-        done = image.run([*service["entrypoint"], *service["command"]], {"/models": (folder, False)})
+        done = image.run(command, {"/models": (folder, False)})
         assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir() if path.name[0] != "."] == ["all-MiniLM-L6-v2"]
     return folder

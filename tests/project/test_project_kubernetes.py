@@ -20,10 +20,10 @@ import jsonschema
 import pytest
 import yaml
 from deploy_files import DEPLOY, PROBES, ROOT, container_of, load, rendered, settings_of
-from encserve import __version__
 from prometheus_client import CollectorRegistry
 from render_manifests import ChartError
 
+from encserve import __version__
 from encserve_cli.commands import cli
 from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.settings import Settings
@@ -178,9 +178,9 @@ def test_containers_can_write_where_they_must() -> None:
 
 
 def test_models_are_pulled_in_order() -> None:
-    assert [container["command"][2:] for container in pod_of(EVERYTHING)["initContainers"]] == [
-        ["one=owner/one@main", "--to=/models", "--version=2", "--keep", "--precision=float16"],
-        ["two=owner/two", "--to=/models", "--version=1", "--keep"],
+    assert [container["command"][3:] for container in pod_of(EVERYTHING)["initContainers"]] == [
+        ["/models/one/2/manifest.json", "one=owner/one@main", "--to=/models", "--version=2", "--precision=float16"],
+        ["/models/two/1/manifest.json", "two=owner/two", "--to=/models", "--version=1"],
     ]
     environment = pod_of(EVERYTHING)["initContainers"][0]["env"]
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in environment

@@ -73,7 +73,7 @@ class Stage:
         sandbox += ["--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
         for path, (folder, read_only) in mounts.items():
             sandbox += ["--ro-bind" if read_only else "--bind", folder, path]
-        return _run([*sandbox, "--chdir", self.folder], command, self.environment | environment, timeout)
+        return _run([*sandbox, "--chdir", self.folder], command, self.environment | dict(environment), timeout)
 
     def mount_point(self, path: str) -> None:
         """Make a folder on which an engine would mount a volume."""

@@ -100,7 +100,7 @@ def _write(source: Path, paths: Iterable[str], draft: Path, key: tuple[str, str]
     fields = json.loads((source / MANIFEST_NAME).read_text(encoding="utf-8"))
     fields["name"], fields["version"] = key
     (draft / MANIFEST_NAME).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    for path in (draft, *draft.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)  # a server may run as another user
-        flush(path)
+    for written in (draft, *draft.rglob("*")):
+        written.chmod(0o755 if written.is_dir() else 0o644)  # a server may run as another user
+        flush(written)
     read_bundle(draft, key)
