@@ -1,6 +1,7 @@
 """Tests of docker-compose.yml, of the files of Envoy, and of the unit of systemd. They agree with the server."""
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -190,8 +191,9 @@ def test_the_unit_gives_the_server_its_folders() -> None:
 def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
     """`systemd-analyze` finds no unknown key, and rates the exposure as docs/systemd.md says."""
     analyze = shutil.which("systemd-analyze")
-    if analyze is None:
+    if analyze is None and "CI" not in os.environ:
         pytest.skip("needs systemd-analyze: apt-get install systemd")
+    assert analyze is not None
     for program in ("opt/encserve/bin/encserve-server", "bin/kill"):
         (tmp_path / program).parent.mkdir(parents=True)
         (tmp_path / program).touch(mode=0o755)
