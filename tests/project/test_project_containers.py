@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from certificates import Authority
+from checkpoints import export_minilm
 from deploy_files import DEPLOY, ROOT, container_of, load, mounts, rendered
+from fake_hub import fake_hub
 from image_folders import Dockerfile, Stage
 
+# The image of the exporter has PyTorch, so its tests are weekly.
 pytestmark = pytest.mark.system
 
 COMPOSE = load("../docker-compose.yml")["services"]
@@ -99,16 +102,9 @@ def export_file(tmp_path_factory: pytest.TempPathFactory, dist: Path) -> Dockerf
 
 
 @pytest.fixture(scope="session")
-def models(export_file: Dockerfile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the volume `models` after the service `export` of Compose has ended."""
-    service = COMPOSE["export"]
-    image = export_file.stage(service["build"]["target"])
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    command = [word.replace("$$", "$") for word in (*service["entrypoint"], *service["command"])]
-    for _ in range(2):  # the second time, the bundle is there
-        done = image.run(command, {"/models": (folder, False)})
-        assert done.returncode == 0, done.stderr
-    assert [path.name for path in folder.iterdir() if path.name[0] != "."] == ["all-MiniLM-L6-v2"]
+    export_minilm(folder)
     return folder
 
 
@@ -204,3 +200,42 @@ def test_the_server_of_kserve(server_image: Stage, models: Path) -> None:
     arguments = [word.replace("{{.Name}}", "all-MiniLM-L6-v2") for word in container["args"]]
     command = [*server_image.command("ENTRYPOINT"), *arguments, "--http-port=8080"]
     check_server(server_image, command, {"/mnt/models": (models, True)})
+
+
+@pytest.mark.weekly
+def test_the_export_of_compose(export_file: Dockerfile, server_image: Stage, tmp_path: Path) -> None:
+    """The service `export` writes the demo's model, without a network. The second time, it does nothing."""
+    service = COMPOSE["export"]
+    image = export_file.stage(service["build"]["target"])
+    command = [word.replace("$$", "$") for word in (*service["entrypoint"], *service["command"])]
+    exported = image.run(command, {"/models": (tmp_path, False)})
+    assert exported.returncode == 0, exported.stderr
+    again = image.run(command, {"/models": (tmp_path, False)})
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    entry_point = server_image.command("ENTRYPOINT")
+    check_server(server_image, entry_point, {"/models": (tmp_path, True)}, COMPOSE["server"]["environment"])
+
+
+@pytest.mark.weekly
+def test_the_init_container_of_kubernetes(export_file: Dockerfile, server_image: Stage, tmp_path: Path) -> None:
+    """The container downloads and exports the model. After that, it needs no hub."""
+    pod = rendered()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["initContainers"]
+    image = export_file.stage()
+    folders = {name: tmp_path / name for name in ("models", "cache", "tmp")}
+    volumes = volumes_of(container, folders)
+    for path in volumes:
+        image.mount_point(path)
+    for folder in folders.values():
+        folder.mkdir()
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    (model,) = load("helm/encserve/values.yaml")["models"]
+    with fake_hub(model["source"], export_file.stage("checkpoint").root / "checkpoint") as endpoint:
+        variables = environment | {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+        pulled = image.run(container["command"], volumes, variables, has_network=True)
+    assert pulled.returncode == 0, pulled.stderr
+    again = image.run(container["command"], volumes, environment)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    server = container_of(rendered()["Deployment"])
+    command = [*server_image.command("ENTRYPOINT"), *server["args"]]
+    check_server(server_image, command, volumes_of(server, folders))

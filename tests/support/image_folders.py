@@ -59,6 +59,8 @@ class Stage:
         command: Sequence[str],
         mounts: Mapping[str, tuple[Path, bool]],
         environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        has_network: bool = False,
         timeout: float = 300,
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command as in a container, and wait for its end.
@@ -67,10 +69,11 @@ class Stage:
             command: The words of the command.
             mounts: Path in the container → folder of this machine, and whether the mount is read-only.
             environment: Variables besides those of the image.
+            has_network: Whether the command sees the network of this machine, and not one of its own.
             timeout: The longest time in seconds.
         """
-        sandbox = ["--unshare-net", "--ro-bind", self.root, "/", *_system(self.root, read_only=True)]
-        sandbox += ["--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
+        sandbox = [*([] if has_network else ["--unshare-net"]), "--ro-bind", self.root, "/"]
+        sandbox += [*_system(self.root, read_only=True), "--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
         for path, (folder, read_only) in mounts.items():
             sandbox += ["--ro-bind" if read_only else "--bind", folder, path]
         return _run([*sandbox, "--chdir", self.folder], command, self.environment | dict(environment), timeout)
