@@ -14,7 +14,6 @@ TRITON := server/src/encserve_server/protocols/open_inference/triton
 SOURCES := src proto/src export/src server/src clients/python/src clients/cli/src
 EXAMPLES := clients/examples/python
 CHECKED := $(SOURCES) $(EXAMPLES) tests scripts bench
-MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # A suite is one folder of tests and one pytest process. The longest suites and checks start first.
 SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
 CHECKS := types lint check-proto
@@ -31,7 +30,7 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-scaling docs manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -74,7 +73,7 @@ test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedu
 $(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed
 	$(BIN)/python -m pytest -q --tier $(TIER) tests/$*
 
-lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles $(STAMPS)/manifests  ## Check style, formatting, imports, the contracts, Dockerfiles and manifests.
+lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles  ## Check style, formatting, imports, the contracts and Dockerfiles.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -85,10 +84,6 @@ $(STAMPS)/contracts: $(VENV)/.installed $(PROTO_FILES)
 
 $(STAMPS)/dockerfiles: $(VENV)/.installed $(wildcard deploy/*Dockerfile)
 	$(BIN)/hadolint --no-color deploy/*Dockerfile
-	@mkdir -p $(STAMPS) && touch $@
-
-$(STAMPS)/manifests: $(VENV)/.installed $(MANIFESTS)
-	for version in 1.31 1.37; do $(BIN)/kubernetes-validate --quiet --strict -k $$version $(MANIFESTS) || exit 1; done
 	@mkdir -p $(STAMPS) && touch $@
 
 format: $(VENV)/.installed  ## Put everything into the project's style.
@@ -134,6 +129,9 @@ bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw 
 docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md from the code.
 	$(BIN)/python scripts/make_settings_page.py
 	$(BIN)/python scripts/make_metrics_page.py
+
+manifests: $(VENV)/.installed  ## Regenerate deploy/kubernetes/encserve.yaml from the Helm chart.
+	$(BIN)/python scripts/render_manifests.py
 
 screenshots: $(BUNDLE) $(VENV)/.installed  ## Regenerate the pictures in docs/images; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)

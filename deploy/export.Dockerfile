@@ -1,11 +1,13 @@
 # The exporter, with PyTorch's CPU build: docker build -f deploy/export.Dockerfile -t encserve-export .
 # Writes into /models: docker run --rm -v models:/models -v "$PWD/my-model:/in:ro" encserve-export hf /in --model-repository /models
-# --target demo adds the weights of all-MiniLM-L6-v2 and exports them, unless that was done before.
+# A model of the hub: docker run --rm -v models:/models --entrypoint encserve encserve-export pull OWNER/NAME --to /models
+# --target demo adds the weights of all-MiniLM-L6-v2, in /opt/checkpoints.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_NO_INDEX=
 # PyPI has only the CUDA build of PyTorch. Another index, or none if the wheel is in dist/.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /build
@@ -58,8 +60,6 @@ ENTRYPOINT ["encserve-export"]
 FROM export AS demo
 LABEL org.opencontainers.image.title="encserve-export-demo"
 COPY --from=checkpoint /checkpoint /opt/checkpoints/all-MiniLM-L6-v2
-COPY deploy/export-demo /usr/local/bin/export-demo
-ENTRYPOINT ["export-demo"]
 
 # Without --target, the plain exporter.
 FROM export

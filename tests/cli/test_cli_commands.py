@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from command import TERMINAL
 from fake_encoder import FakeEncoder
+from tiny_bundle import write_bundle
 
 from encserve import __version__
 from encserve_cli.commands import cli
@@ -460,3 +461,18 @@ def test_help(command: list[str]) -> None:
         result = CliRunner().invoke(cli, [*command, flag])
         assert result.exit_code == 0
         assert "Usage: " in result.stdout
+
+
+def test_bundle_promote_and_rename_print_the_new_folder(tmp_path: Path) -> None:
+    """The commands need no server. An error is one line that names the folder."""
+    source = write_bundle(tmp_path / "staging")
+    promoted = CliRunner().invoke(cli, ["bundle", "promote", str(source), "--to", str(tmp_path / "models")])
+    assert (promoted.exit_code, promoted.output) == (0, f"{tmp_path}/models/tiny/1\n")
+    renamed = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
+    assert (renamed.exit_code, renamed.output) == (0, f"{tmp_path}/models/tiny/2\n")
+    again = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
+    problem = f"Error: {tmp_path}/models/tiny/2: exists; choose another name or version, or remove this folder first\n"
+    assert (again.exit_code, again.output) == (1, problem)
+    nothing = CliRunner().invoke(cli, ["bundle", "rename", str(source)])
+    assert nothing.exit_code == 2
+    assert "Error: give --name, --version or both\n" in nothing.output

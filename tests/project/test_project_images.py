@@ -19,7 +19,7 @@ def test_an_image_has_no_root_user_and_installs_tested_versions(path: Path) -> N
     assert any("\nUSER 10001:10001\n" in stage for stage in stages)
     for command in re.findall(r"pip\S*(?: --python \S+)? install [^&\n]*", path.read_text().replace("\\\n", " ")):
         assert "--constraint wheels/constraints.txt" in command or "--no-deps ." in command, command
-        for extras in re.findall(r"\[([\w,]+)\]", command.replace("${ENGINE}", "cpu")):
+        for extras in re.findall(r"\[([\w,]+)\]", command.replace("${EXTRA}", "cpu")):
             assert set(extras.split(",")) <= EXTRAS.keys()
     for entry_point in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)$", path.read_text(), flags=re.MULTILINE):
         assert entry_point.startswith("["), f"not a JSON list, so a shell would get the signals: {entry_point}"

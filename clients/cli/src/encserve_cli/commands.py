@@ -14,6 +14,7 @@ from encserve_cli.files.command import prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
+from encserve_cli.repository import bundle
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import (
     STOPPED,
@@ -111,3 +112,4 @@ cli.add_command(tokenize)
 cli.add_command(similarity)
 cli.add_command(inspect)
 cli.add_command(bench)
+cli.add_command(bundle)

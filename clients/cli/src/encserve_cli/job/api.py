@@ -109,7 +109,7 @@ def embed_files(
         inputs: Files, as paths or as URIs such as s3://bucket/corpus.parquet.
         output: The folder, a path or a URI.
         bundle: The model to run in this process: a bundle, a directory with a checkpoint, or the name of a checkpoint
-            on the hub; see `--bundle`. Needs the package encserve-server.
+            on the hub; see `--bundle`. Needs `encserve[cpu]`.
         client: The client of a server that embeds. Recommended: `EncoderClient(..., priority="bulk",
             timeout_seconds=300)`. If the server is full or restarts, the job waits up to `timeout_seconds`. The client
             stays open. Ctrl-C ends the job within about a second, even if the server does not answer.

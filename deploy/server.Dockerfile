@@ -1,11 +1,15 @@
-# The server, on the CPU: docker build -f deploy/server.cpu.Dockerfile -t encserve-server:cpu .
-# Serves the bundles in /models on port 50051, metrics on 9464, HTTP where ENCSERVE_HTTP_PORT says. ENGINE=openvino adds that engine (--engine openvino).
+# The server: docker build -f deploy/server.Dockerfile -t encserve-server:cpu .
+# EXTRA is the engine: cpu (amd64 and arm64), openvino, or gpu (NVIDIA): --build-arg EXTRA=gpu -t encserve-server:gpu
+# It serves the bundles of a volume: docker run -v models:/models -p 127.0.0.1:50051:50051 encserve-server:cpu --model NAME
+# Ports: gRPC 50051, metrics 9464, and HTTP 8080 with --http-port=8080.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG EXTRA=cpu
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS build
-ARG ENGINE=cpu
+ARG EXTRA
 ARG PIP_INDEX_URL=https://pypi.org/simple
+ARG PIP_NO_INDEX=
 WORKDIR /build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     PIP_CONSTRAINT=/build/wheels/constraints.txt PIP_FIND_LINKS=/build/wheels
@@ -13,7 +17,8 @@ RUN python -m venv --without-pip /opt/encserve
 COPY constraints.txt dist* wheels/
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip --python /opt/encserve/bin/python install --constraint wheels/constraints.txt --only-binary :all: ".[${ENGINE},http,tls,tracing,pooling]"
+RUN pip --python /opt/encserve/bin/python install --constraint wheels/constraints.txt --only-binary :all: \
+        ".[${EXTRA},http,tls,tracing,pooling]"
 # The code comes last: a change of it leaves the layers above as they are.
 COPY proto proto
 COPY export export
@@ -22,11 +27,11 @@ COPY clients clients
 RUN pip --python /opt/encserve/bin/python install --force-reinstall --no-deps .
 
 # hadolint ignore=DL3006
-FROM ${PYTHON_IMAGE}
+FROM ${PYTHON_IMAGE} AS server-cpu
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="encserve-server" \
-      org.opencontainers.image.description="Serves transformer encoders over gRPC, on the CPU" \
+      org.opencontainers.image.description="Serves transformer encoders over gRPC and HTTP" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
@@ -48,3 +53,15 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python", "-m", "encserve_server.healthcheck"]
 ENTRYPOINT ["encserve-server"]
+
+FROM server-cpu AS server-openvino
+
+# This image does not start unless CUDA really runs the models. CUDA's libraries are in the image. The host has the
+# driver (for CUDA 13) and the NVIDIA Container Toolkit.
+FROM server-cpu AS server-gpu
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    ENCSERVE_DEVICE=cuda
+
+# hadolint ignore=DL3006
+FROM server-${EXTRA}
