@@ -1,6 +1,7 @@
 """Writes a bundle to <name>/<version>/ in a model repository. A failed export leaves no incomplete bundle."""
 
 import contextlib
+import errno
 import re
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Prefixes of the temporary folders that an export creates next to the versions. A server ignores folders whose names
 # start with ".".
 _DRAFT, _OLD = ".draft-", ".old-"
+# The errors of a full disk, an exhausted quota, and a limit on the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_name(field: str, name: str) -> None:
@@ -126,7 +129,8 @@ def _named_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BundleError(f"the export to {folder} failed: {error}") from error
+        advice = ". Free some space, or choose a folder on another disk" if error.errno in _FULL else ""
+        raise BundleError(f"the export to {folder} failed: {error}{advice}") from error
 
 
 def _publish(folder: Path, final: Path) -> None:

@@ -92,10 +92,6 @@ class TokenizerError(ExportError):
     """The tokenizer is unreadable, does not fit the model, or cannot be saved as a tokenizer.json with the same ids."""
 
 
-class HubError(ExportError):
-    """A checkpoint cannot be downloaded from the Hugging Face hub."""
-
-
 class ExpectedFileError(ExportError):
     """A file of expected hidden states is unreadable or does not fit the model. The error text names the array."""
 
