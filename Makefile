@@ -54,10 +54,10 @@ $(BUNDLE): | $(VENV)/.demo
 	$(BIN)/encserve-export hf "$(CHECKPOINT)" \
 	    --model-repository $(MODEL_REPOSITORY) --name $(MODEL)
 
-demo: $(VENV)/.installed  ## Serve a real model, encode a sentence, compare a few, show the latency, stop.
+demo: $(VENV)/.demo  ## Serve a real model, encode a sentence, compare a few, show the latency, stop.
 	$(BIN)/python scripts/demo.py "$(MODEL)=$(CHECKPOINT)"
 
-serve: $(VENV)/.installed  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
+serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
 	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.

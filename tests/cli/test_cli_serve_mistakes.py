@@ -74,7 +74,9 @@ MISTAKES = {
         "--metrics-port {port} on 127.0.0.1: Address already in use; stop the other program, or give another port",
         flags=("--metrics-port", "{port}"),
     ),
-    "no engine": Mistake("{folder}/small", 'needs onnxruntime: pip install "encserve[cpu]"', missing=("onnxruntime",)),
+    "no engine": Mistake(
+        "{folder}/small", 'encserve serve needs onnxruntime: pip install "encserve[cpu]"', missing=("onnxruntime",)
+    ),
     "no PyTorch": Mistake(
         "owner/small",
         "owner/small: is a checkpoint, not yet a bundle, and its export needs PyTorch (1.4 GB of disk space with "

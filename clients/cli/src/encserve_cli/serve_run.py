@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from encserve import hub
+from encserve.extras import install_line
 from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, read_model, split_name
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import prepare
@@ -87,16 +89,27 @@ def run_server(
                 "served_model_name": (*values["served_model_name"], *aliases),
             }
         settings = read_settings(values)
-        try:
-            check_installed(settings.engine)
-        except EngineMissing as error:
-            raise click.ClickException(str(error)) from error
+        _check_engine(settings)
         make = partial(_prepare, models, options, links)
         status = run(settings, partial(serve, prepare=None if links is None else make, on_serving=_greet))
     finally:
         if links is not None:
             shutil.rmtree(links, ignore_errors=True)
     exit_process(status)
+
+
+def _check_engine(settings: Settings) -> None:
+    """Check that the engine is installed, before a model is downloaded and exported.
+
+    Raises:
+        ClickException: A package is missing. The text names the extra.
+    """
+    if settings.engine == "onnxruntime" and find_spec("onnxruntime") is None:
+        raise click.ClickException(f"encserve serve needs onnxruntime: {install_line('cpu')}")
+    try:
+        check_installed(settings.engine)
+    except EngineMissing as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _read(argument: str) -> tuple[Model, str]:

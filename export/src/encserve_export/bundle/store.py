@@ -1,21 +1,18 @@
 """Writes a bundle to <name>/<version>/ in a model repository. A failed export leaves no incomplete bundle."""
 
 import contextlib
-import errno
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from encserve_export.core.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.core.errors import FULL_DISK, BundleError, BundleExistsError, BundleNameError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Prefixes of the temporary folders that an export creates next to the versions. A server ignores folders whose names
 # start with ".".
 _DRAFT, _OLD = ".draft-", ".old-"
-# The errors of a full disk, an exhausted quota, and a limit on the size of files.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_name(field: str, name: str) -> None:
@@ -129,7 +126,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = ". Free some space, or choose a folder on another disk" if error.errno in _FULL else ""
+        advice = ". Free some space, or choose a folder on another disk" if error.errno in FULL_DISK else ""
         raise BundleError(f"the export to {folder} failed: {error}{advice}") from error
 
 
