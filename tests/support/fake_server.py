@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.app import App
+from encserve_server.app import App, Prepare
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import ModelOutputs
@@ -264,11 +264,13 @@ async def start_fake_server(
     position: str = "sinusoidal",
     prompts: Mapping[str, str] | None = None,
     load: Loader | None = None,
+    prepare: Prepare | None = None,
     **settings: Any,
 ) -> FakeServer:
     """Start a server with the models tiny@2 and tiny@1. The default model is tiny@2.
 
-    The default prompt is the first of `prompts`. Other keyword arguments are settings of the server.
+    The default prompt is the first of `prompts`. For `prepare`, see `App.start`. Other keyword arguments are settings
+    of the server.
     """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)
@@ -302,6 +304,6 @@ async def start_fake_server(
         **settings,
     }
     app = App(Settings(**chosen), load or load_fake)
-    await app.start()
+    await app.start(prepare)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=[("grpc.max_receive_message_length", -1)])
     return FakeServer(app, engine, inspector, channel)

@@ -14,8 +14,10 @@ from encserve_cli.files.command import prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
+from encserve_cli.pull import pull
 from encserve_cli.repository import bundle
 from encserve_cli.retrieval import embed, similarity
+from encserve_cli.serve import serve
 from encserve_cli.shared import (
     STOPPED,
     SectionCommand,
@@ -62,7 +64,7 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="encserve")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Get vectors from an encserve server."""
+    """Serve encoder models, and get vectors from a server."""
     context.with_resource(warnings_in_one_line())
 
 
@@ -107,6 +109,8 @@ def models(client: "EncoderClient", as_json: bool) -> None:
         render.print_models(loaded)
 
 
+cli.add_command(serve)
+cli.add_command(pull)
 cli.add_command(embed)
 cli.add_command(tokenize)
 cli.add_command(similarity)

@@ -106,10 +106,10 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except caught as error:
-        raise click.ClickException(_one_line(error)) from error
+        raise click.ClickException(one_line(error)) from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the message of an error on one line. Options replace the names of the client's arguments."""
     from encserve_client import EncserveError
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 
 from encserve.extras import needs
+from encserve_cli.bundles.finding import find_bundle
 from encserve_cli.files.reading import InputKind, ReadOptions
-from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions

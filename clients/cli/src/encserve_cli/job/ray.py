@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from encserve_cli.bundles.finding import find_bundle
 from encserve_cli.job.api import RayOptions
-from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.output import finished_parts
