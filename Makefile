@@ -53,11 +53,11 @@ $(BUNDLE): | $(VENV)/.demo
 	$(BIN)/encserve-export hf "$(CHECKPOINT)" \
 	    --model-repository $(MODEL_REPOSITORY) --name $(MODEL)
 
-demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
-	$(BIN)/python scripts/demo.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
+demo: $(VENV)/.demo  ## Serve a real model, encode a sentence, compare a few, show the latency, stop.
+	$(BIN)/python scripts/demo.py "$(MODEL)=$(CHECKPOINT)"
 
-serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
-	$(BIN)/encserve-server --model-repository $(MODEL_REPOSITORY) --model $(MODEL) --log-format text
+serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
+	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
 	+@$(PARALLEL) $(SUITES) $(CHECKS)

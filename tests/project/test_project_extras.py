@@ -44,7 +44,7 @@ def test_the_modules_of_an_extra_are_in_its_distributions(extra: str) -> None:
     NumPy is not in MODULES, because the plain distribution requires NumPy. Extras that an extra contains have their own
     modules.
     """
-    homes = packages_distributions() | {"google.rpc": ["googleapis-common-protos"]}
+    homes = dict(packages_distributions()) | {"google.rpc": ["googleapis-common-protos"]}
     listed = {canonicalize_name(home) for it in MODULES[extra] for home in homes[it]}
     inner = {"openvino": "cpu", "ray": "cli"}.get(extra)
     assert required(extra) - {"numpy"} - (required(inner) if inner else set()) <= listed

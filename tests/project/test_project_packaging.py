@@ -184,8 +184,7 @@ def embed_corpus(own: Environment, models: Path, *flags: str) -> None:
     """Run a job with the environment's command and without a server."""
     texts, output = models.parent / "texts.txt", models.parent / "vectors"
     texts.write_text(f"{TEXT}\n" * 5)
-    job = ("--input", texts, "--output", f"{output}/", "--bundle", models / "tiny", *flags)
-    run(own.bin / "encserve", "embed", *job)
+    run(own.bin / "encserve", "embed", "--input", texts, "--output", f"{output}/", "--bundle", models / "tiny", *flags)
     rows = own.python("import sys, pyarrow.dataset as d; print(d.dataset(sys.argv[1:]).count_rows())",
                       *output.glob("*.parquet"))  # fmt: skip
     assert rows == "5"

@@ -84,8 +84,8 @@ def channel_options(
     """Return the options of a channel to a gRPC target. `extra` overrides the defaults."""
     # The options have no retry policy. gRPC silently does not retry requests above grpc.per_rpc_retry_buffer_size (256
     # KiB). Many batches of texts are larger. gRPC also cannot split requests. So `_logic.dispatch` retries requests of
-    # all sizes. gRPC still resends a call that no server has seen, for example while a connection is renewed
-    # (transparent retries, gRFC A6).
+    # all sizes. If no server has seen a call, gRPC itself sends the call again (transparent retries, gRFC A6). This
+    # happens, for example, while a connection is renewed.
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,

@@ -7,7 +7,7 @@ reply over the limit of this client is refused after the computation. So the row
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -40,22 +40,17 @@ class Message:
 
     Attributes:
         request: The request.
-        first_index: The caller's index of the first input.
+        indices: The caller's index of each input, ascending. Empty for a request without inputs.
         attempts: How often the message was sent. Only `Dispatch` changes the number.
         deadline: The deadline of the answer. `Dispatch` sets the deadline at the first attempt.
         last_failure: The text of the failure before a retry; "" without one.
     """
 
     request: Request
-    first_index: int = 0
+    indices: Sequence[int] = ()
     attempts: int = 0
     deadline: float = math.inf
     last_failure: str = ""
-
-    @property
-    def n_inputs(self) -> int:
-        """Number of inputs."""
-        return len(_inputs_of(self.request))
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
@@ -70,24 +65,21 @@ class Message:
 
     def halves(self) -> "list[Message]":
         """Split the inputs into two messages. Return [] for at most one input."""
-        middle = self.n_inputs // 2
-        return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
+        positions = range(len(self.indices))
+        middle = len(positions) // 2
+        return [self._only(positions[:middle]), self._only(positions[middle:])] if middle else []
 
-    def without(self, position: int) -> "list[Message]":
-        """Return the inputs except one, in at most three messages.
+    def without(self, positions: Collection[int]) -> "list[Message]":
+        """Return one message with the inputs at all other positions, or no message if there are none."""
+        rest = [position for position in range(len(self.indices)) if position not in positions]
+        return [self._only(rest)] if rest else []
 
-        The server names only the first wrong input. If all later inputs are wrong too, halves keep the bytes few.
-        """
-        middle = (position + 1 + self.n_inputs) // 2
-        ranges = ((0, position), (position + 1, middle), (middle, self.n_inputs))
-        return [message for start, end in ranges for message in self._slice(start, end)]
-
-    def _slice(self, start: int, end: int) -> "list[Message]":
-        """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
-        if start >= end:
-            return []
-        request = request_like(self.request, _inputs_of(self.request)[start:end])
-        return [Message(request, self.first_index + start)]
+    def _only(self, positions: Sequence[int]) -> "Message":
+        request = self.request
+        assert isinstance(request, pb.EncodeRequest | pb.TokenizeRequest)  # noqa: S101 - others have no inputs
+        inputs: Sequence[Any] = request.texts if isinstance(request, pb.TokenizeRequest) else request.inputs
+        chosen = request_like(request, [inputs[position] for position in positions])
+        return Message(chosen, [self.indices[position] for position in positions])
 
 
 def request_like(template: Request, inputs: Sequence[Any]) -> Request:
@@ -95,13 +87,6 @@ def request_like(template: Request, inputs: Sequence[Any]) -> Request:
     fields: dict[str, Any] = {field.name: value for field, value in template.ListFields()}
     fields["texts" if isinstance(template, pb.TokenizeRequest) else "inputs"] = inputs
     return type(template)(**fields)
-
-
-def _inputs_of(request: Request) -> Any:
-    """Return the repeated field with the inputs; an empty tuple for a request without such a field."""
-    if isinstance(request, pb.TokenizeRequest):
-        return request.texts
-    return request.inputs if isinstance(request, pb.EncodeRequest) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +113,9 @@ class Limits:
 
         `token_bytes`: the size of the rows of one token in the reply, see `reply_bytes_per_token`.
 
-        The server allows a message to fill the whole queue. The client divides this number of tokens among the
-        concurrent messages, so that a call does not compete with itself. `MAX_MESSAGE_TOKENS` is a second limit, so
-        that a slow server can answer within the time of a message.
+        The server allows a message to fill the whole queue. The concurrent messages of a call share this number of
+        tokens. Otherwise the call would compete with itself. `MAX_MESSAGE_TOKENS` is a second limit. With this limit a
+        slow server answers within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
         reply_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes) - _MESSAGE_OVERHEAD_BYTES
@@ -151,31 +136,6 @@ def reply_bytes_per_token(info: ModelInfo, options: Options) -> int:
         for output in options.outputs
         if output.kind in ("tokens", "multi_vector")
     )
-
-
-@dataclass(slots=True)
-class Cost:
-    """The size of inputs, in the units of `Limits`."""
-
-    sequences: int = 0
-    tokens: int = 0
-    request_bytes: int = 0
-
-    def plus(self, other: "Cost") -> "Cost":
-        """Return the sum."""
-        return Cost(
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            self.request_bytes + other.request_bytes,
-        )
-
-    def fits(self, limits: Limits) -> bool:
-        """Whether one message may have this size."""
-        return (
-            self.sequences <= limits.max_sequences
-            and self.tokens <= limits.max_tokens
-            and self.request_bytes <= limits.max_request_bytes
-        )
 
 
 def plan_messages(
@@ -222,11 +182,12 @@ class MessageBuilder:
     def __init__(self, template: pb.EncodeRequest | pb.TokenizeRequest, limits: Limits) -> None:
         """Create a builder. `template` is a request without inputs."""
         self._template = template
-        self._takes_texts = isinstance(template, pb.TokenizeRequest)
+        self._field = "texts" if isinstance(template, pb.TokenizeRequest) else "inputs"
         self._limits = limits
         self._packed: list[pb.Input | str] = []
-        self._first_index = 0
-        self._total = Cost()
+        self._indices: list[int] = []
+        self._tokens = 0
+        self._request_bytes = 0
 
     @property
     def is_empty(self) -> bool:
@@ -236,7 +197,7 @@ class MessageBuilder:
     @property
     def is_full(self) -> bool:
         """Whether the message has the largest allowed number of inputs."""
-        return self._total.sequences >= self._limits.max_sequences
+        return len(self._packed) >= self._limits.max_sequences
 
     def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. If the input begins a new message, return the previous message.
@@ -244,24 +205,27 @@ class MessageBuilder:
         Raises:
             InvalidInputError: The input cannot be sent, see `pack_input`. The builder does not change.
         """
-        packed = pack_input(item, f"{'texts' if self._takes_texts else 'inputs'}[{index}]")
-        total = self._total.plus(cost := cost_of(packed, self._limits))
-        full = None
-        # The inputs of a message have consecutive indices, so the first index gives the index of each.
-        if self._packed and (index != self._first_index + len(self._packed) or not total.fits(self._limits)):
-            full, total = self.flush(), cost
-        if not self._packed:
-            self._first_index = index
-        self._packed.append(packed.text if self._takes_texts else packed)
-        self._total = total
+        packed = pack_input(item, f"{self._field}[{index}]")
+        tokens, request_bytes = cost_of(packed, self._limits)
+        limits, full = self._limits, None
+        if (
+            self._tokens + tokens > limits.max_tokens
+            or self._request_bytes + request_bytes > limits.max_request_bytes
+            or len(self._packed) >= limits.max_sequences
+        ):
+            full = self.flush()
+        self._packed.append(packed if self._field == "inputs" else packed.text)
+        self._indices.append(index)
+        self._tokens += tokens
+        self._request_bytes += request_bytes
         return full
 
     def flush(self) -> Message | None:
         """Return a message with all inputs added since the last message, or None without inputs."""
         if not self._packed:
             return None
-        message = Message(request_like(self._template, self._packed), self._first_index)
-        self._packed, self._total = [], Cost()
+        message = Message(request_like(self._template, self._packed), self._indices)
+        self._packed, self._indices, self._tokens, self._request_bytes = [], [], 0, 0
         return message
 
 
@@ -281,16 +245,14 @@ def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator
     return chain(first, messages)
 
 
-def cost_of(message: pb.Input, limits: Limits) -> Cost:
-    """Return the size of one input: exact for token ids and vectors, an estimate for text."""
-    return Cost(1, min(tokens_of(message), limits.max_sequence_tokens), message.ByteSize() + _INPUT_OVERHEAD_BYTES)
-
-
-def tokens_of(message: pb.Input) -> int:
-    """Return the number of tokens of one input: exact for token ids and vectors, an estimate for text."""
+def cost_of(message: pb.Input, limits: Limits) -> tuple[int, int]:
+    """Return the tokens and the bytes of one input. The tokens of a text are an estimate, other tokens are exact."""
+    request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     if message.HasField("text"):
-        return (message.ByteSize() + _INPUT_OVERHEAD_BYTES) // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
-    if message.HasField("embeddings"):
+        tokens = request_bytes // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
+    elif message.HasField("embeddings"):
         vectors = message.embeddings
-        return len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
-    return len(message.token_ids.ids)
+        tokens = len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
+    else:
+        tokens = len(message.token_ids.ids)
+    return min(tokens, limits.max_sequence_tokens), request_bytes
