@@ -72,10 +72,11 @@ class Stage:
             has_network: Whether the command sees the network of this machine, and not one of its own.
             timeout: The longest time in seconds.
         """
-        sandbox = [*([] if has_network else ["--unshare-net"]), "--ro-bind", self.root, "/"]
-        sandbox += [*_system(self.root, read_only=True), "--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
+        sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True), "--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
         for path, (folder, read_only) in mounts.items():
             sandbox += ["--ro-bind" if read_only else "--bind", folder, path]
+        if not has_network:
+            sandbox.append("--unshare-net")
         return _run([*sandbox, "--chdir", self.folder], command, self.environment | dict(environment), timeout)
 
     def mount_point(self, path: str) -> None:
