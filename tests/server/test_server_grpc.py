@@ -140,7 +140,9 @@ async def check_health(port: int) -> tuple[str, int]:
     connection.send_headers(1, [*fields.items(), ("content-type", "application/grpc")])
     connection.send_data(1, bytes(5), end_stream=True)
     writer.write(connection.data_to_send())
-    while not any(isinstance(event, h2.events.StreamEnded) for event in connection.receive_data(await reader.read(4096))):
+    while not any(
+        isinstance(event, h2.events.StreamEnded) for event in connection.receive_data(await reader.read(4096))
+    ):
         pass
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

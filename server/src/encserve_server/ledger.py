@@ -38,8 +38,8 @@ BYTES_PER_SECOND = 64 * 1024
 # requests are complete at the first look.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
-# The pause between two chunks of different bodies. Tiny chunks cost much CPU time; the pause leaves half for other
-# calls.
+# The pause between two parts of different bodies, and after the refusal of a slow request. Tiny parts and refusals cost
+# much CPU time; the pause leaves half for other calls.
 _PAUSE_SECONDS = 0.001
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
@@ -206,7 +206,7 @@ class Arrival:
         self.seconds += size / BYTES_PER_SECOND
 
     async def next_turn(self) -> None:
-        """Let the event loop do other work. In each turn of the loop, only one body continues.
+        """Let the event loop do other work, before a part of a body. In each turn of the loop, only one body continues.
 
         If many bodies arrive, a pause comes before each turn. So other calls need not wait for all bodies.
         """
@@ -272,20 +272,28 @@ class Places:
         """End requests that arrive too slowly, until cancelled."""
         await repeat(self._look, LOOK_SECONDS, clock=self.clock)
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
+        """Give places to slow requests, and end requests that must end. In each turn of the loop, only one ends."""
         self.looks += 1
-        now = self.clock.now()
         for it in [it for it in self.arrivals if it.look is not None]:
-            if not it.has_place and self.looks - (it.look or 0) > _PROMPT_LOOKS:
-                try:
-                    self.take_place(it)
-                except BudgetFull as error:
-                    it.end(error)
-            elif it.has_place and self._draining.is_set():  # the rest of the request may never arrive
-                it.end(Draining())
-            elif it.began + it.seconds <= now:
-                came = f"; {it.size} bytes came" if it.size else ""
-                it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))
+            error = self._check(it) if it in self.arrivals else None
+            if error is not None:
+                it.end(error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _check(self, arrival: Arrival) -> EncserveError | None:
+        """Give a request a place if it is slow. Return an error if the request must end."""
+        if not arrival.has_place and self.looks - (arrival.look or 0) > _PROMPT_LOOKS:
+            try:
+                self.take_place(arrival)
+            except BudgetFull as error:
+                return error
+        elif arrival.has_place and self._draining.is_set():  # the rest of the request may never arrive
+            return Draining()
+        elif arrival.began + arrival.seconds <= self.clock.now():
+            came = f"; {arrival.size} bytes came" if arrival.size else ""
+            return DeadlineExpired(f"the request did not arrive within {arrival.seconds:.0f} s{came}")
+        return None
 
     def take_place(self, arrival: Arrival) -> None:
         """Give an arrival a place. If no place is free, end another holder if possible.
