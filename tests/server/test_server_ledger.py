@@ -210,9 +210,10 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
     assert len(set(turns_of_parts)) == 60
 
 
-async def test_a_new_watch_replaces_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_watch_replaces_an_old_one_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_WATCHES", 8)
-    watches, ended = Watches(), []
+    clock = FakeClock()
+    watches, ended, tasks = Watches(clock), list[str](), list[asyncio.Task[None]]()
 
     async def watch(name: str) -> None:
         try:
@@ -221,12 +222,19 @@ async def test_a_new_watch_replaces_the_callers_oldest(monkeypatch: pytest.Monke
         except BudgetFull:
             ended.append(name)
 
-    tasks = []
-    for name in ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "b0", "a8"):
-        tasks.append(asyncio.create_task(watch(name)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert ended == ["a0", "a1"]
+    async def start(*names: str) -> None:
+        for name in names:
+            tasks.append(asyncio.create_task(watch(name)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    await start("a0", "a1", "a2", "a3", "a4", "a5", "a6")  # 7 of 8 places
+    clock.advance(29.0)
+    await start("a7", "b0", "b1")
+    assert ended == ["a7", "b1"], "a watch of 29 s ends"
+    clock.advance(1.0)
+    await start("a8", "a9", "b2")
+    assert ended == ["a7", "b1", "a0", "a1", "b2"]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -30,7 +30,8 @@ _LARGE_SHARE = 3
 SMALL_BYTES = 256 * 1024
 # The retry delay if a pool is full. Most replies are sent within a second.
 RETRY_SECONDS = 1.0
-# The time in which a request must arrive. A stream without progress for this time can lose its place to another call.
+# The time in which a request must arrive. A stream without progress for this time, or a health watch of this age, can
+# lose its place to another call.
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
@@ -374,12 +375,16 @@ def connections_to_close(connections: Collection[AnyConnection], count: int) -> 
 
 
 class Watches:
-    """The health watches of all callers. If an account has no room for a new watch, its oldest watch ends."""
+    """The health watches of all callers.
 
-    def __init__(self) -> None:
+    If an account has no room for a new watch, the oldest watch of the account ends if it began at least 30 s ago.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         """Start without watches."""
+        self._clock = clock
         self._pool = Pool(MAX_WATCHES)
-        self._tasks: dict[str, dict[_Task, None]] = {}
+        self._began: dict[str, dict[_Task, float]] = {}  # by account: the tasks of its watches, the oldest first
 
     @contextlib.contextmanager
     def hold(self, account: str) -> Iterator[None]:
@@ -388,19 +393,19 @@ class Watches:
         Raises:
             BudgetFull: There are too many watches, or a newer watch of the same account needs the room.
         """
-        task, tasks = current_task(), self._tasks.setdefault(account, {})
+        task, now = current_task(), self._clock.now()
         if not self._pool.has_room(account, 1):
-            if not tasks:
+            oldest, began = next(iter(self._began.get(account, {}).items()), (task, now))
+            if began + ARRIVAL_SECONDS > now:
                 raise self._too_many(account)
-            oldest = next(iter(tasks))
             self._remove(account, oldest)
             oldest.cancel()
-        tasks[task] = None
+        self._began.setdefault(account, {})[task] = now
         self._pool.add(account, 1)
         try:
             yield
         except asyncio.CancelledError:
-            if task in self._tasks.get(account, ()):  # the caller closed the watch
+            if task in self._began.get(account, ()):  # the caller closed the watch
                 raise
             task.uncancel()
             raise self._too_many(account) from None
@@ -408,16 +413,16 @@ class Watches:
             self._remove(account, task)
 
     def _remove(self, account: str, task: _Task) -> None:
-        tasks = self._tasks.get(account, {})
-        if task in tasks:
-            del tasks[task]
+        began = self._began.get(account, {})
+        if task in began:
+            del began[task]
             self._pool.add(account, -1)
-        if not tasks:
-            self._tasks.pop(account, None)
+        if not began:
+            self._began.pop(account, None)
 
     def _too_many(self, account: str) -> BudgetFull:
         held = self._pool.held_by(account)
-        return BudgetFull(f"{held} health watches of this caller are open, and a newer one needs room", RETRY_SECONDS)
+        return BudgetFull(f"{held} health watches of this caller are open: open fewer watches", RETRY_SECONDS)
 
 
 def current_task() -> _Task:
