@@ -104,7 +104,7 @@ class ServerEncoder:
         with self._alone():
             self._wait_for_server()
             logger.warning(
-                "the server failed for %d inputs: %s; sending small groups, to find an input that makes the server fail",
+                "the server failed for %d inputs: %s; sending small groups, to find the input at fault",
                 len(values),
                 problem,
             )
