@@ -782,11 +782,11 @@ async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
     async def fail_first(request: pb.EncodeRequest) -> None:
         if any(item.text == TEXTS[0] for item in request.inputs):
             await until(lambda: service.n_open == 3)
-            raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+            raise Refused(grpc.StatusCode.INTERNAL, "broken", "INTERNAL")
         await asyncio.sleep(600)
 
     def embed() -> None:
-        with EncoderClient(service.target, timeout_seconds=60) as client, pytest.raises(ServerError, match="crashed"):
+        with EncoderClient(service.target, timeout_seconds=60) as client, pytest.raises(ServerError, match="broken"):
             embed_files([source], folder, client=client)
 
     service.before = fail_first
