@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 
+from encserve.extras import install_line
 from encserve_server.models.served import ServedModel
 from encserve_server.protocols.http_json.kinds import EMBEDDING, MULTI_VECTOR, SPARSE, routes_of
 from encserve_server.settings import Settings
@@ -74,7 +75,7 @@ def _advice(settings: Settings, models: Sequence[ServedModel]) -> list[str]:
     runs_float32 = all(it.engine_info.device == "cpu" and it.engine_info.precision == "float32" for it in models)
     if not can_bfloat16 or not runs_float32 or settings.precision != "model":
         return []
-    install = "" if importlib.util.find_spec("openvino") else ' (pip install "encserve[openvino]")'
+    install = "" if importlib.util.find_spec("openvino") else f" ({install_line('openvino')})"
     return [
         "This CPU computes bfloat16, with about 1.5 times as many texts per second: --engine openvino --precision "
         f"bfloat16{install}. Vectors then differ by about 1 %"
