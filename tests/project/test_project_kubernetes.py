@@ -257,7 +257,7 @@ def test_tls_and_keys() -> None:
 
 
 def test_the_job_name_is_the_one_of_the_rules() -> None:
-    """The operator takes the job name from a label of the pods. The rules are those of deploy/prometheus/rules."""
+    """The operator takes the job name from a label of the pods. The rules come from deploy/prometheus/rules."""
     monitor, rules = REPLICAS["PodMonitor"], REPLICAS["PrometheusRule"]
     labels = REPLICAS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["spec"]["jobLabel"]] == "encserve"
