@@ -34,7 +34,17 @@ console = Console()
 @contextmanager
 def server(model: str) -> Iterator[tuple[int, int]]:
     """Run a server until the end of the `with` block. Yield its gRPC port and its metrics port when it is ready."""
-    command = [BIN / "encserve", "serve", model, "--grpc-port", "0", "--metrics-port", "0", "--http-port", "0"]
+    command: list[str | Path] = [
+        BIN / "encserve",
+        "serve",
+        model,
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
     command += ["--log-format", "json", "--log-level", "info"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # noqa: S101 - it is a pipe

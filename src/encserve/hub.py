@@ -20,14 +20,17 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CONFIGURATIONS = ("config.json", "modules.json")
 _ROUTER = "router_config.json"
 # The files that an export reads: configuration, tokenizer, safetensors, and the small pickles of ColBERT and BGE-M3.
-_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "artifact.metadata", "colbert_linear.pt")
-_FILES += ("sparse_linear.pt",)
+_FILES = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"),
+    *("artifact.metadata", "colbert_linear.pt", "sparse_linear.pt"),
+)
 # The weights of older models, for folders without safetensors.
 _PICKLES = ("pytorch_model*.bin",)
 _ONNX_FOLDER = "onnx"
 _ONNX = ("model.onnx", "model.onnx_data*", "model.onnx.data*")
 _WEIGHTS = ("*.safetensors", *_PICKLES, *_ONNX)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_HOLDS_WEIGHTS = {"model.safetensors", "pytorch_model.bin", *_INDEXES}  # a folder with one of these has weights
 _UNAUTHORIZED = 401
 # huggingface_hub warns of patterns without a file, and its HTTP client logs each request.
 _LOG_LEVELS = {"huggingface_hub": logging.ERROR, "httpx": logging.WARNING, "httpx2": logging.WARNING}
@@ -209,10 +212,14 @@ def _selected(names: Iterable[str], folders: Sequence[str], *, with_onnx: bool) 
         if not any(name.endswith(".safetensors") for name in found):
             found += [name for name in inside if _matches(PurePosixPath(name).name, _PICKLES)]
         chosen += found
-    if with_onnx or not any(_matches(PurePosixPath(name).name, _WEIGHTS) for name in chosen):
+    if with_onnx or not _hold_weights(chosen):
         onnx = by_folder.get(_ONNX_FOLDER, [])
         chosen += [name for name in onnx if name not in chosen and _matches(PurePosixPath(name).name, _ONNX)]
     return chosen
+
+
+def _hold_weights(names: Iterable[str]) -> bool:
+    return any(PurePosixPath(name).name in _HOLDS_WEIGHTS for name in names)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -251,9 +258,8 @@ def _missing_file(directory: Path, folders: Sequence[str]) -> str:
                     if not (directory / folder / name).is_file():
                         return _joined(folder, name)
     names = export_files(directory)
-    if not any(_matches(PurePosixPath(name).name, _WEIGHTS) for name in names):
-        return "model.safetensors"
-    return ""
+    has_onnx = any(_matches(name, [f"{_ONNX_FOLDER}/{_ONNX[0]}"]) for name in names)
+    return "" if has_onnx or _hold_weights(names) else "model.safetensors"
 
 
 def _listed(snapshot: Snapshot, folder: str) -> dict[str, Any]:
@@ -289,13 +295,14 @@ def _counter(on_bytes: OnBytes, total_bytes: int) -> Any:
 
     huggingface_hub has two bars of bytes: one for the network, and one for the disk. The larger number is reported.
     """
-    from huggingface_hub.utils import tqdm
+    from tqdm.auto import tqdm
 
     counts: dict[int, float] = {}
 
     class Counter(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             self._counts_bytes = settings.get("unit") == "B"
+            settings.pop("name", None)  # huggingface_hub's own class takes a name
             super().__init__(*arguments, **{**settings, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:

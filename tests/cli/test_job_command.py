@@ -1220,7 +1220,12 @@ async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
 async def test_an_input_that_crashes_the_server_is_rejected(
-    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path, code: grpc.StatusCode
+    service: FakeEncoder,
+    output: tuple[str, str],
+    source: Path,
+    folder: Path,
+    code: grpc.StatusCode,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The server fails for each message with one of two texts. The job finds both texts, and embeds all other texts."""
     bad = [3, 12]
@@ -1237,6 +1242,7 @@ async def test_an_input_that_crashes_the_server_is_rejected(
     assert f"{source}, line 4: makes the server fail each time: crashed" in result.stdout
     assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [index in bad for index in range(25)]
     assert crashes < 60
+    assert "the server failed for 10 inputs: " in caplog.text
     [line] = (folder / "_rejected/part-00000-000001.jsonl").read_text().splitlines()
     assert json.loads(line)["row"] == 13
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ async def test_a_start_goes_on_after_a_stop_in_any_stage(
 
 async def test_two_starts_at_once_work_once(machine: Machine, tmp_path: Path) -> None:
     machine.hub.hold_after = 64 * 1024
-    start = {"variables": machine.variables(), "cwd": tmp_path}
+    start: dict[str, Any] = {"variables": machine.variables(), "cwd": tmp_path}
     with encserve_serve("owner/small", **start) as one, encserve_serve("owner/small", **start) as other:
         await until(lambda: any("waiting for another process" in body for its in (one, other) for body in its.seen))
         machine.hub.hold_after = None
@@ -251,7 +252,7 @@ async def test_pull_prepares_a_machine_without_network(machine: Machine, tmp_pat
         out, err = await pull.communicate()
         assert pull.returncode == 0, err.decode()
         assert out.decode() == "models/small/1\n"
-        shutil.rmtree(machine.folder)
+        shutil.rmtree(machine.folder, ignore_errors=True)
     variables = machine.variables(offline=True, **without_packages(tmp_path / "packages", *TORCH))
     for given in ("models/small", "models/small/1", "mine=models/small"):
         with encserve_serve(given, variables=variables, cwd=tmp_path) as it:

@@ -168,7 +168,7 @@ def test_a_failed_download_names_the_folder(error: Exception, tmp_path: Path, mo
 @pytest.mark.system
 def test_a_misspelled_directory_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "right").mkdir(parents=True)
-    command = [COMMAND, "hf", "checkpoints/wrong", "--model-repository", "models"]
+    command = [str(COMMAND), "hf", "checkpoints/wrong", "--model-repository", "models"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 1
     assert "no directory checkpoints/wrong, but a directory checkpoints. " in refused.stderr

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.parser import Parser
 from pathlib import Path
 
@@ -82,8 +82,15 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "environment")
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder for an environment. After the test, remove the environment, which may have gigabytes."""
+    yield tmp_path / "environment"
+    shutil.rmtree(tmp_path / "environment", ignore_errors=True)
+
+
+@pytest.fixture
+def environment(folder: Path) -> Environment:
+    return Environment(folder)
 
 
 @pytest.fixture
@@ -177,7 +184,11 @@ print(format(span.get_span_context().trace_id, "032x"))
 
 def use_pooling(own: Environment, models: Path) -> None:
     write_bundle(models, "late", tokenizer=tiny_heads.words(), **tiny_heads.every_kind())
-    serve(own, models, "--model", "tiny", "--model", "late", arguments=", model='tiny'")
+    code = "import sys, encserve_client as e; c = e.EncoderClient(sys.argv[1])"
+    call = "c.embed(sys.argv[2], model='late', kind='multi_vector', pool_factor=2.0)"
+    with real_server(models, program=own.bin / "encserve-server") as server:
+        text = tiny_heads.text(5, 6, 7, 8, 9)  # 7 tokens with the special tokens
+        assert own.python(f"{code}; print({call}.shape)", server.target, text) == "(4, 3)"
 
 
 def embed_corpus(own: Environment, models: Path, *flags: str) -> None:
@@ -262,13 +273,13 @@ def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path) ->
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_another_python(version: str, tmp_path: Path, dist: Path, models: Path) -> None:
+def test_another_python(version: str, folder: Path, dist: Path, models: Path) -> None:
     """The server and the command work with another Python. uv finds the interpreter, and downloads none."""
     uv = (Path(sys.executable).parent / "uv", "python", "find", "--no-python-downloads", "--no-project", version)
     found = subprocess.run(uv, capture_output=True, text=True, check=False)
     if found.returncode and not os.environ.get("ENCSERVE_REQUIRE_PYTHONS"):
         pytest.skip(f"Python {version} is not installed")
-    own = Environment(tmp_path / "environment", found.stdout.strip())
+    own = Environment(folder, found.stdout.strip())
     own.install("--find-links", dist, "encserve[cpu,http,tls,tracing,cli]")
     use_http(own, models)
     use_tls(own, models)

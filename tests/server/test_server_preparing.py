@@ -5,12 +5,13 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 from fake_server import start_fake_server
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from ports import free_port
 from waiting import until
 
@@ -23,8 +24,8 @@ STAGE = "downloading 61 of 90 MB"
 
 async def grpc_status(port: int) -> int:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    return int(reply.status)
+        rpc: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        return health_pb2.HealthCheckResponse.FromString(await rpc(b"")).status
 
 
 async def test_callers_get_the_stage_until_the_models_are_served(
@@ -39,7 +40,7 @@ async def test_callers_get_the_stage_until_the_models_are_served(
         await go_on.wait()
 
     grpc_port, http_port, metrics_port = free_port(), free_port(), free_port()
-    ports = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
+    ports: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, "metrics_port": metrics_port}
     starting = asyncio.create_task(start_fake_server(tmp_path, prepare=prepare, **ports))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}") as client:
         await until(lambda: [it for it in caplog.records if vars(it).get("stage") == STAGE])

@@ -31,7 +31,7 @@ def _defaults() -> dict[str, Any]:
 @makes_bundles
 @partial(settings_options, defaults=_defaults())
 @click.pass_context
-def serve(context: click.Context, models: tuple[str, ...], **values: Any) -> None:
+def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> None:
     """Serve MODEL over gRPC and HTTP, on this machine only.
 
     \b

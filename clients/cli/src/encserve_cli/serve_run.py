@@ -90,8 +90,8 @@ def run_server(
             }
         settings = read_settings(values)
         _check_engine(settings)
-        make = partial(_prepare, models, options, links)
-        status = run(settings, partial(serve, prepare=None if links is None else make, on_serving=_greet))
+        make = None if links is None else partial(_prepare, models, options, links)
+        status = run(settings, partial(serve, prepare=make, on_serving=_greet))
     finally:
         if links is not None:
             shutil.rmtree(links, ignore_errors=True)

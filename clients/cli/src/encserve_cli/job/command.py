@@ -104,12 +104,11 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
 
 
 def _make_options(options: Mapping[str, Any]) -> MakeOptions:
-    printing: Printing = options["printing"]
     is_tokens = "exclude_special" in options  # only `encserve encode` has this option
     return MakeOptions(
         "tokens" if is_tokens else options["pooling"] or options["kind"] or "",
-        dimensions=printing.dimensions,
-        dtype=printing.dtype,
+        dimensions=options["dimensions"],
+        dtype=options["dtype"],
         task=options["task"],
         prompt_name=options["prompt_name"],
         truncate=options["truncate"],

@@ -1,5 +1,6 @@
 """The encoder that uses a server. Inputs of similar length share a message."""
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from encserve_client import (
 from encserve_client.inputs import pack_input
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 # The errors of a server that died during a message. A server that refuses a message gives a reason.
 _CRASHES = (ServerUnavailableError, ServerError)
@@ -97,7 +100,14 @@ class ServerEncoder:
             except _CRASHES as error:
                 if error.reason:
                     raise
+                problem = str(error)
         with self._alone():
+            self._wait_for_server()
+            logger.warning(
+                "the server failed for %d inputs: %s; sending small groups, to find the input at fault",
+                len(values),
+                problem,
+            )
             refused = self._crashing(values)
             good = [index for index in range(len(values)) if index not in refused]
             # The rows were counted before the crash.
@@ -146,7 +156,7 @@ class ServerEncoder:
         groups = [indices[first : first + _PROBE_INPUTS] for first in range(0, len(values), _PROBE_INPUTS)]
         while groups:
             self._check_running()
-            self._client.models(timeout_seconds=_PROBE_SECONDS)  # waits until the server is back
+            self._wait_for_server()
             group = groups.pop()
             problem = self._crash([values[index] for index in group])
             if problem and len(group) > 1:
@@ -157,6 +167,10 @@ class ServerEncoder:
             if len(found) > _MOST_CRASHING:
                 raise ServerError(f"the server fails for at least {len(found)} inputs, each sent alone: {problem}")
         return found
+
+    def _wait_for_server(self) -> None:
+        """Raise an EncserveError if the server does not answer within the time of a restart."""
+        self._client.models(timeout_seconds=_PROBE_SECONDS)
 
     def _crash(self, values: Sequence[Value]) -> str:
         """Send inputs once. Return the problem if the server dies, and "" if the server answers or refuses."""

@@ -87,7 +87,7 @@ class Dispatch(Generic[R]):
         failure: The error of the last message that failed for all its inputs; None without such a message.
         failed_in_a_row: Number of messages that failed for all their inputs, since the last answer.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
-        paused_seconds: Time that no deadline includes, because the caller was busy. Only `Stream` sets this time.
+        paused_seconds: Time in which the caller was busy. Deadlines do not include this time. Only `Stream` sets it.
     """
 
     def __init__(

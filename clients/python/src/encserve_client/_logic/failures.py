@@ -32,7 +32,7 @@ _FIELD = re.compile(
     r"(?:inputs|texts|input|options|tensors|model|model_version|prompt_name|task|expected_fingerprint|expected_space_id)\b"
     r"[\w.\[\]]*(?=: )"
 )
-# Parts of the server's field names that the names of arguments lack, and fields that have another argument name.
+# Parts of the server's field names that argument names do not have. Fields whose argument has another name.
 _INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
@@ -144,7 +144,7 @@ class Failure:
                 positions in the message.
             target: The target of the client; "" if unknown.
             timeout_seconds: The time of the call, or of each message.
-            arguments: The beginnings of fields, each with the beginning of the argument; see `Message.arguments`.
+            arguments: Prefixes of field names, and their replacements; see `Message.arguments`.
         """
         if self.is_too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError

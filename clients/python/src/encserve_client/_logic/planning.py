@@ -2,8 +2,8 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` splits the message. The server refuses a reply over its own limit too. But a
-reply over the limit of this client is refused after the computation. So the rows of tokens limit a message too.
+computation, and `Dispatch` splits the message. The same holds for a reply over the server's limit. But only gRPC checks
+the limit of this client, after the computation. So the size of the rows limits a message too.
 """
 
 import math
@@ -54,7 +54,10 @@ class Message:
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The beginnings of fields that are arguments of the call, each with the beginning of the argument."""
+        """The prefixes of the contract's field names that the arguments of a call do not have.
+
+        Each prefix comes with its replacement. Example: ("inputs[0].spans", "spans").
+        """
         request = self.request
         if not isinstance(request, pb.EncodeRequest):
             return []

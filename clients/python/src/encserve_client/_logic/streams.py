@@ -195,7 +195,8 @@ class Stream:
         return not self._source.inputs_ended and self._n_read - self._n_yielded < self._options.max_in_flight
 
     def _send(self) -> None:
-        # One input is read for each result that the caller takes, so the message is full soon.
+        # While results are ready, a partial message waits. The caller takes the results, and for each result one more
+        # input is read. So the message is full soon.
         self._source.may_send_partial = not self._finished.ready
         self._dispatch.send(self._wire, "Encode", may_block=False)
         self._collect()
