@@ -476,3 +476,19 @@ def test_bundle_promote_and_rename_print_the_new_folder(tmp_path: Path) -> None:
     nothing = CliRunner().invoke(cli, ["bundle", "rename", str(source)])
     assert nothing.exit_code == 2
     assert "Error: give --name, --version or both\n" in nothing.output
+
+
+@pytest.mark.system
+def test_bundles_move_without_the_packages_of_the_server(tmp_path: Path) -> None:
+    """`encserve bundle` needs the extra cli alone."""
+    source = write_bundle(tmp_path / "staging")
+    code = """
+import sys
+for module in ("onnxruntime", "tokenizers", "uvloop", "prometheus_client", "grpc_health", "aiohttp", "torch", "onnx"):
+    sys.modules[module] = None
+from encserve_cli.commands import cli
+cli(prog_name="encserve")
+"""
+    arguments = ["bundle", "promote", str(source), "--to", str(tmp_path / "models")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/models/tiny/1\n", "")

@@ -50,7 +50,7 @@ context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 urllib.request.urlopen(sys.argv[1], context=context)
 """
-# Runs in the container, and prints what a confined process could not do.
+# Runs in the container, and prints missing restrictions.
 CONFINED = """
 import importlib.util, json, os
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -188,7 +188,7 @@ def test_the_server_of_kubernetes(server_image: Stage, models: Path, tmp_path: P
 
 
 def probe_command(probe: Any) -> list[str]:
-    """Return a command that asks what the kubelet would ask."""
+    """Return a command that does the kubelet's probe."""
     if "grpc" in probe:
         return ["python", "-m", "encserve_server.healthcheck", f"127.0.0.1:{probe['grpc']['port']}"]
     assert (probe["httpGet"]["scheme"], probe["httpGet"]["port"]) == ("HTTPS", "metrics")

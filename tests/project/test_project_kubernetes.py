@@ -88,6 +88,7 @@ def test_the_committed_output_is_current() -> None:
         ({"tls": {"secrets": "x"}}, "secrets"),
         ({"engine": "cuda"}, "engine"),
         ({"replicas": 2}, "set modelVolume.accessMode to ReadWriteMany, or name a claim in modelVolume.claim"),
+        ({"replicas": None}, "more than one server needs a volume that several pods can mount"),
         ({"autoscaling": {"enabled": True}}, "more than one server needs a volume that several pods can mount"),
         ({"models": [{"name": "a/b", "source": "a/b"}]}, "name"),
         ({"models": ["a/b"]}, "models"),
@@ -199,6 +200,9 @@ def test_the_claim_fits_the_number_of_servers() -> None:
     assert REPLICAS["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
     assert REPLICAS["Deployment"]["spec"]["strategy"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     assert "replicas" not in REPLICAS["Deployment"]["spec"]
+    own = rendered(replicas=None, modelVolume={"claim": "mine"})
+    assert "replicas" not in own["Deployment"]["spec"]
+    assert "ScaledObject" not in own
 
 
 def test_a_gpu() -> None:
@@ -257,7 +261,7 @@ def test_tls_and_keys() -> None:
 
 
 def test_the_job_name_is_the_one_of_the_rules() -> None:
-    """The operator takes the job name from a label of the pods. The rules are those of deploy/prometheus/rules."""
+    """The operator takes the job name from a label of the pods. The rules come from deploy/prometheus/rules."""
     monitor, rules = REPLICAS["PodMonitor"], REPLICAS["PrometheusRule"]
     labels = REPLICAS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["spec"]["jobLabel"]] == "encserve"

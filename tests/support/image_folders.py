@@ -1,7 +1,7 @@
 """Runs the steps of a Dockerfile in folders, and commands in these folders as in containers. No engine is needed.
 
 bubblewrap isolates steps and commands, with the system and the Python of this machine in the place of the base image.
-As in a container, a command is user 10001, sees a read-only root, the mounts and a network of its own, and has no
+As in a container, a command is user 10001, sees a read-only root, the mounts and a separate network, and has no
 capabilities. In contrast to a container, the files of the image belong to user 10001 too, and nothing limits memory and
 CPUs.
 """
@@ -68,8 +68,8 @@ class Stage:
         Args:
             command: The words of the command.
             mounts: Path in the container → folder of this machine, and whether the mount is read-only.
-            environment: Variables besides those of the image.
-            has_network: Whether the command sees the network of this machine, and not one of its own.
+            environment: Variables that are added to the image's.
+            has_network: Whether the command sees the network of this machine, and not a separate one.
             timeout: The longest time in seconds.
         """
         sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True), "--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox

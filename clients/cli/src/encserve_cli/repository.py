@@ -50,7 +50,7 @@ def rename(source: Path, name: str, version: str) -> None:
 @click.option("--name", default="", help="The name of the copy. Default: the same name.")
 @click.option("--version", default="", help="The version of the copy. Default: the same version.")
 def promote(source: Path, repository: Path, name: str, version: str) -> None:
-    """Copy BUNDLE into another model repository, such as the one of the servers in production."""
+    """Copy BUNDLE into another model repository, such as the repository of production."""
     from encserve_server.errors import BundleError
     from encserve_server.repository.moving import copy_bundle
 

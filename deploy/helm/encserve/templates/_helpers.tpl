@@ -17,8 +17,12 @@ app.kubernetes.io/part-of: encserve
 {{- if or .Values.modelVolume.claim (eq .Values.modelVolume.accessMode "ReadWriteMany") }}yes{{ end }}
 {{- end }}
 
+{{- define "encserve.scaled" -}}
+{{- if or .Values.autoscaling.enabled (kindIs "invalid" .Values.replicas) }}yes{{ end }}
+{{- end }}
+
 {{- define "encserve.check" -}}
-{{- if and (or .Values.autoscaling.enabled (gt (int .Values.replicas) 1)) (not (include "encserve.sharedVolume" .)) }}
+{{- if and (or (include "encserve.scaled" .) (gt (int .Values.replicas) 1)) (not (include "encserve.sharedVolume" .)) }}
 {{- fail "replicas, autoscaling: more than one server needs a volume that several pods can mount; set modelVolume.accessMode to ReadWriteMany, or name a claim in modelVolume.claim" }}
 {{- end }}
 {{- if and (gt (int .Values.gpus) 0) (ne .Values.engine "gpu") }}
