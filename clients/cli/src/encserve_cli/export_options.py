@@ -13,12 +13,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NAMES = ("pooling", "max_sequence_tokens", "ignore_head", "ids_only")
 
 
-def makes_bundles(command: F) -> F:
-    """Add the options of exports. `take_options` reads them."""
+def makes_bundles(command: F, precision_flag: str = "--precision") -> F:
+    """Add the options of exports. `take_options` reads them.
+
+    `precision_flag` is the flag of the precision. `serve` has another flag, because its --precision is the server's.
+    """
     return with_options(
         command,
         click.option(
-            "--export-precision",
+            precision_flag,
+            "export_precision",
             type=click.Choice(get_args(ExportPrecision)),
             default="float32",
             show_default=True,

@@ -28,7 +28,7 @@ def _defaults() -> dict[str, Any]:
 
 @click.command(cls=SectionCommand)
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
-@makes_bundles
+@partial(makes_bundles, precision_flag="--export-precision")
 @partial(settings_options, defaults=_defaults())
 @click.pass_context
 def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> None:
