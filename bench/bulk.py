@@ -78,14 +78,14 @@ class Job:
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
         """Load the model in `directory`. The job embeds the texts of the Parquet file `file`."""
-        self.worker = LocalBackend(directory, engine).open(MakeOptions(), None, None)
+        self.worker = LocalBackend(directory, engine).open(MakeOptions(), None)
         self.budget = self.worker.model.max_batch_tokens
         self._file = file
         self._part_rows = part_rows
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """Return the loaded model. `EmbedJob` calls this method."""
-        del make, kind, before
+        del make, before
         return OpenWorker(self.worker.make, self.worker.model, self.worker.encoder)
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:

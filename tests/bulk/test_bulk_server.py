@@ -7,6 +7,9 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +44,7 @@ ROWS, FILES = 20_000, 20
 # The time in which the server refuses calls. Set ENCSERVE_BULK_REFUSAL_SECONDS=60 to test a long refusal.
 REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 TOLERANCE = 1e-5  # largest relative error between two vectors of a text, computed in different batches
 
 
@@ -167,3 +171,74 @@ async def test_a_job_waits_for_a_server_that_refuses(
     assert table["text"].to_pylist() == texts
     expected = [rows_of_input(pb.Input(text=it)).mean(axis=0) for it in texts]
     np.testing.assert_allclose(vectors_of(table)[0], expected, rtol=1e-6)
+
+
+DYING_SERVER = """
+import asyncio, os, sys
+from fake_encoder import FakeEncoder
+
+async def die(request):
+    if any(item.text == "deadly" for item in request.inputs):
+        os._exit(1)
+
+async def main():
+    service = FakeEncoder(before=die)
+    await service.start(int(sys.argv[1]))
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def wait_for_server(port: int) -> None:
+    ends = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < ends:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+@contextlib.contextmanager
+def restarted(port: int) -> Iterator[list[int]]:
+    """Run a server that dies when it gets the text "deadly". A thread starts it again each time.
+
+    Yield a list that gets an element at each start.
+    """
+    starts: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    is_over = threading.Event()
+
+    def keep_running() -> None:
+        while not is_over.is_set():
+            processes.append(subprocess.Popen([sys.executable, "-c", DYING_SERVER, str(port)], env=ENVIRONMENT))
+            starts.append(len(starts))
+            processes[-1].wait()
+
+    thread = threading.Thread(target=keep_running)
+    thread.start()
+    try:
+        yield starts
+    finally:
+        is_over.set()
+        processes[-1].kill()
+        thread.join()
+
+
+def test_a_text_that_makes_the_server_die_is_rejected(tmp_path: Path) -> None:
+    """The job finds the text, rejects it and goes on. Few starts of the server are needed."""
+    texts = [f"text {i}" if i != 2500 else "deadly" for i in range(5000)]
+    (tmp_path / "texts.txt").write_text("".join(f"{it}\n" for it in texts))
+    port = free_port()
+    with restarted(port) as starts:
+        wait_for_server(port)
+        done = run(
+            *("--target", f"127.0.0.1:{port}", "--timeout", "5", "embed"),
+            *(*inputs(tmp_path / "texts.txt"), "--output", f"{tmp_path}/vectors/"),
+        )
+    assert done.returncode == SOME_REJECTED, done.stderr
+    assert f"{tmp_path}/texts.txt, line 2501: makes the server fail each time: " in done.stdout
+    table = output_of(tmp_path / "vectors")
+    assert table["text"].to_pylist() == texts
+    assert [it for it, vector in zip(texts, table["vector"].to_pylist(), strict=True) if vector is None] == ["deadly"]
+    assert len(starts) < 40

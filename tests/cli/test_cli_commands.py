@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
@@ -18,7 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 from command import TERMINAL
 from fake_encoder import FakeEncoder
+from tiny_bundle import write_bundle
 
+from encserve import __version__
 from encserve_cli.commands import cli
 from encserve_client import Pooling
 from encserve_client.options import TrainedKind
@@ -424,9 +425,7 @@ def test_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "encserve_cli", "--version"], capture_output=True, text=True, check=True
     )
-    assert (
-        done.stdout == CliRunner().invoke(cli, ["--version"]).stdout == f"encserve, version {version('encserve-cli')}\n"
-    )
+    assert done.stdout == CliRunner().invoke(cli, ["--version"]).stdout == f"encserve, version {__version__}\n"
 
 
 @pytest.mark.system
@@ -478,3 +477,34 @@ def test_help(command: list[str]) -> None:
         result = CliRunner().invoke(cli, [*command, flag])
         assert result.exit_code == 0
         assert "Usage: " in result.stdout
+
+
+def test_bundle_promote_and_rename_print_the_new_folder(tmp_path: Path) -> None:
+    """The commands need no server. An error is one line that names the folder."""
+    source = write_bundle(tmp_path / "staging")
+    promoted = CliRunner().invoke(cli, ["bundle", "promote", str(source), "--to", str(tmp_path / "models")])
+    assert (promoted.exit_code, promoted.output) == (0, f"{tmp_path}/models/tiny/1\n")
+    renamed = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
+    assert (renamed.exit_code, renamed.output) == (0, f"{tmp_path}/models/tiny/2\n")
+    again = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
+    problem = f"Error: {tmp_path}/models/tiny/2: exists; choose another name or version, or remove this folder first\n"
+    assert (again.exit_code, again.output) == (1, problem)
+    nothing = CliRunner().invoke(cli, ["bundle", "rename", str(source)])
+    assert nothing.exit_code == 2
+    assert "Error: give --name, --version or both\n" in nothing.output
+
+
+@pytest.mark.system
+def test_bundles_move_without_the_packages_of_the_server(tmp_path: Path) -> None:
+    """`encserve bundle` needs the extra cli alone."""
+    source = write_bundle(tmp_path / "staging")
+    code = """
+import sys
+for module in ("onnxruntime", "tokenizers", "uvloop", "prometheus_client", "grpc_health", "aiohttp", "torch", "onnx"):
+    sys.modules[module] = None
+from encserve_cli.commands import cli
+cli(prog_name="encserve")
+"""
+    arguments = ["bundle", "promote", str(source), "--to", str(tmp_path / "models")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/models/tiny/1\n", "")

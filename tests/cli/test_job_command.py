@@ -29,6 +29,7 @@ from click.testing import CliRunner, Result
 from command import TERMINAL, encserve, inputs
 from fake_clock import FakeClock
 from fake_encoder import FakeEncoder, Refused
+from waiting import until
 
 from encserve_cli.commands import cli
 from encserve_cli.files import encoding, rows
@@ -49,7 +50,6 @@ from encserve_cli.job import (
     embed_files,
 )
 from encserve_cli.job import command as job_command
-from encserve_cli.job.sample import take_sample
 from encserve_cli.job.server import server_facts
 from encserve_cli.job.store import LocalStore
 from encserve_cli.job.types import BatchProgress
@@ -62,6 +62,7 @@ from encserve_client import (
     EncserveError,
     InvalidRequestError,
     SequenceInfo,
+    ServerError,
     Timings,
 )
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -232,42 +233,6 @@ async def test_another_job_is_overwritten(
     assert "notes" in files_in(folder)
 
 
-async def test_a_dry_run_shows_the_plan_and_writes_nothing(
-    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
-) -> None:
-    """A dry run prints the number of rows, the size of a part, and an estimate of the time.
-
-    The rows of a CSV file are not counted, so the time is not known then.
-    """
-    table = tmp_path / "table.csv"
-    table.write_text("text\none\n")
-    result = await encserve(service, "embed", *inputs(source), *output, "--dry-run")
-    shown = " ".join(result.stdout.split())
-    assert "inputs 1 file, 25 rows" in shown
-    assert "parts 10 rows each" in shown
-    assert "model tiny, version 1" in shown
-    assert "engine server, float32" in shown
-    assert "time about 0:00:00 (" in shown
-    [plan] = events_of(await encserve(service, "embed", *inputs(source), *output, "--dry-run", "--json"))
-    assert (plan["event"], plan["rows"], plan["part_rows"], plan["parts_before"]) == ("plan", 25, 10, 0)
-    assert plan["estimated_seconds"] >= 0
-    assert plan["output_bytes"] == 25 * 8 * 4
-    result = await encserve(service, "embed", *inputs(source, table), *output, "--dry-run")
-    shown = " ".join(result.stdout.split())
-    assert "inputs 2 files, rows not counted" in shown
-    assert "time not known; 8 rows took" in shown
-    assert not folder.exists()  # noqa: ASYNC240
-
-
-async def test_a_dry_run_with_overwrite_removes_nothing(
-    service: FakeEncoder, source: Path, output: tuple[str, str], folder: Path
-) -> None:
-    await encserve(service, "embed", *inputs(source), *output)
-    before = files_in(folder)
-    await encserve(service, "embed", *inputs(source), *output, "--overwrite", "--dtype", "float16", "--dry-run")
-    assert files_in(folder) == before
-
-
 async def test_rejected_rows_are_counted_and_named(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
 ) -> None:
@@ -317,7 +282,7 @@ async def test_programs_read_json_lines(
     plan, *progress, done = events_of(result)
     assert (plan["event"], plan["rows"], plan["model"]["fingerprint"]) == ("plan", 26, "f" * 16)
     assert {it["event"] for it in progress} == {"progress"}
-    assert {"rows", "total_rows", "parts", "tokens_per_second", "padding", "seconds_left"} <= progress[0].keys()
+    assert {"rows", "total_rows", "parts", "tokens_per_second", "seconds_left"} <= progress[0].keys()
     assert (done["event"], done["rows"], done["rejected"], done["parts"]) == ("done", 26, 1, 3)
     assert done["rejected_output"] == f"{folder}/_rejected"
     assert done["first_rejected"].startswith(f"{source}, line 26")
@@ -359,8 +324,8 @@ async def test_progress_moves_with_the_first_reply(
     assert reported.is_set()
 
 
-def progress_at(rows: int, seconds: float = 10.0, padding: float | None = 0.125) -> JobProgress:
-    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, padding, seconds)
+def progress_at(rows: int, seconds: float = 10.0) -> JobProgress:
+    return JobProgress(rows, 1000, rows // 10, 2, rows * 50, seconds)
 
 
 def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,9 +336,7 @@ def test_in_a_log_there_is_a_line_every_30_s(capsys: pytest.CaptureFixture[str])
             clock.advance(1)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["300", "600", "900"]
-    assert lines[0] == (
-        "300 of 1,000 texts, 30 parts, 2 rejected, 30 texts/s, 1,500 tokens/s, 12.5% padding, 0:00:23 left"
-    )
+    assert lines[0] == "300 of 1,000 texts, 2 rejected, 30 texts/s, 0:00:23 left"
 
 
 @pytest.mark.parametrize(
@@ -385,7 +348,7 @@ def test_the_speed_is_that_of_this_run(before: int, facts: str, capsys: pytest.C
     clock = FakeClock()
     with shown_progress(1000, "texts", clock=clock.now) as told:
         clock.advance(30)
-        told(JobProgress(600, 1000, 0, 0, 0, None, 10.0, rows_before=before))
+        told(JobProgress(600, 1000, 0, 0, 0, 10.0, rows_before=before))
     assert capsys.readouterr().err.splitlines() == [facts]
 
 
@@ -425,7 +388,7 @@ def test_the_bar_fits_into_the_terminal(
     for name, value in (TERMINAL | {"COLUMNS": str(columns)}).items():
         monkeypatch.setenv(name, value)
     with shown_progress(5_000_000, "texts") as told:
-        told(JobProgress(1_234_567, 5_000_000, 602, 12, 10**9, None, 100.0))
+        told(JobProgress(1_234_567, 5_000_000, 602, 12, 10**9, 100.0))
     lines = [line for line in re.split(r"\x1b\[\S*?[A-Za-z]|\r|\n", capsys.readouterr().err) if line]
     facts = "1,234,567 of 5,000,000 texts, 12 rejected, 12,346 texts/s, 0:05:05 left"
     assert any(line.endswith(facts) and len(line) == columns - 3 for line in lines)
@@ -471,7 +434,7 @@ def test_progress_of_many_threads_never_goes_back() -> None:
 
     def count() -> None:
         for _ in range(500):
-            counter.count_batch(1, tokens=2, padded_tokens=2)
+            counter.count_batch(1, tokens=2)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -490,8 +453,8 @@ def test_progress_of_many_threads_never_goes_back() -> None:
     ("flags", "named"),
     [
         *((flags, flags[0]) for flags in (["--vectors"], ["--keep", "id"], ["--overwrite"], ["--add-inputs"])),
-        *((flags, flags[0]) for flags in (["--dry-run"], ["--max-rejected", "0"], ["--ray", "auto"])),
-        (["--output", "file.npy", "--dry-run"], "--dry-run"),
+        *((flags, flags[0]) for flags in (["--max-rejected", "0"], ["--ray", "auto"])),
+        (["--output", "file.npy", "--max-rejected", "0"], "--max-rejected"),
         (["--device", "cpu"], "--device goes with --bundle"),
         (["--bundle", "b", "--overwrite"], "--overwrite"),
         (["--output", "folder/", "--engine", "openvino"], "--engine goes with --bundle"),
@@ -506,7 +469,6 @@ def test_progress_of_many_threads_never_goes_back() -> None:
         (["--shard", "0/2"], "--shard"),
         (["--output", "folder/", "--shard", "1"], "must be I/N"),
         (["--output", "folder/", "--shard", "0/2", "--overwrite"], "--shard"),
-        (["--output", "folder/", "--bundle", "b", "--ray", "auto", "--dry-run"], "--dry-run"),
         (["--output", "s3://bucket/vectors.npy"], "--output s3://bucket/vectors.npy"),
     ],
 )
@@ -550,8 +512,8 @@ class Words:
     stopped: threading.Event = field(default_factory=threading.Event)
     encoded: list[int] = field(default_factory=list)
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
-        return LocalWorker(replace(make, kind=kind or "model"), FACTS, self)
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
+        return LocalWorker(replace(make, kind=make.kind or "model"), FACTS, self)
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         if self.on_encode is not None:
@@ -566,7 +528,7 @@ class Words:
         }
         counts = [len(it.split()) for it in values if isinstance(it, str) and it not in ("bad", "long")]
         rows: npt.NDArray[np.float32] = np.array([[it, 0] for it in counts], np.float32)
-        on_batch(len(values), sum(counts), 2 * sum(counts))
+        on_batch(len(values), sum(counts))
         output = EncodedOutput("model", False, (Block(rows, np.ones(len(counts), np.uint32), None),), 0)
         infos = tuple(SequenceInfo(count, count, False, None, None, None, None) for count in counts)
         result = EncodeResult("words", "1", "f" * 16, (output,), infos, Timings(0, 0, 0, 0, 0, 0), "")
@@ -673,11 +635,11 @@ def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     exits = Exits(tmp_path)
     monkeypatch.setattr(os, "_exit", exits.end)
     monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
-    begun, both_threads_begin = itertools.count(), threading.Barrier(2)
+    begun, all_threads_begin = itertools.count(), threading.Barrier(3)
 
     def interrupt(words: Words) -> None:
-        if next(begun) < 2:
-            both_threads_begin.wait(60)
+        if next(begun) < 3:
+            all_threads_begin.wait(60)
         else:
             exits.wait_after_ctrl_c(words)
 
@@ -747,33 +709,6 @@ def test_a_bundle_that_cannot_be_used_is_one_line(run_words: Callable[..., Resul
     assert result.stderr == "Error: manifest.json: checksum is wrong\n"
 
 
-def test_a_dry_run_shows_how_a_bundle_is_run(run_words: Callable[..., Result]) -> None:
-    shown = " ".join(run_words(Words(), "--dry-run").stdout.split())
-    assert "engine onnxruntime, float32, batches of 512 tokens, 2 threads, 2 batches at once" in shown
-
-
-def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> None:
-    words = Words()
-    run_words(words)
-    shown = " ".join(run_words(words, "--dry-run").stdout.split())
-    assert "10 rows each; 3 parts are done" in shown
-    assert "time none, as all parts are done" in shown
-    [plan] = events_of(run_words(words, "--dry-run", "--json"))
-    assert plan["estimated_seconds"] == 0
-    assert len(words.encoded) == 3, "the dry run must not encode a sample"
-
-
-def test_a_dry_run_of_a_share_estimates_the_share(run_words: Callable[..., Result], tmp_path: Path) -> None:
-    """Each share gets four successive parts of 10 rows. The first file has 25 rows, the second file 145 rows."""
-    more = write_texts(tmp_path / "more.txt", [f"text {i}" for i in range(145)])
-    flags = [*inputs(more), "--dry-run", "--shard"]
-    shown = " ".join(run_words(Words(), *flags, "1/3").stdout.split())
-    assert "inputs 2 files, 170 rows share 1/3, 65 rows" in shown
-    plans = [events_of(run_words(Words(), *flags, f"{index}/3", "--json"))[0] for index in range(3)]
-    assert [it["rows"] for it in plans] == [65, 65, 40]
-    assert [it["output_bytes"] for it in plans] == [rows * 2 * 4 for rows in (65, 65, 40)]
-
-
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
     """`--bundle` also works if the output is a single file or is printed.
 
@@ -822,33 +757,6 @@ def words_job(source: Path, words: Words, **options: Any) -> EmbedJob:
     return EmbedJob([str(source)], output, words, read=ReadOptions(), make=MakeOptions(), **options)
 
 
-def sample_of(job: EmbedJob, encoder: Words, clock: FakeClock) -> Any:
-    return take_sample(job.plan, job.plan.work({}, Shard(), divided=False), encoder, clock.now)
-
-
-def test_a_sample_grows_until_it_takes_long_enough(tmp_path: Path) -> None:
-    """The first sample has 1 row, and each further sample has twice as many rows, up to 512.
-
-    No further sample starts after 1.5 s. The result has the rows and the time of the last sample.
-    """
-    with words_job(write_texts(tmp_path / "texts.txt", TEXTS * 40), Words(), part_rows=1000, save=False) as job:
-        clock = FakeClock()
-        slow = Words(lambda _: clock.advance(0.5))
-        sample = sample_of(job, slow, clock)
-        assert slow.encoded == [1, 2, 4]
-        assert (sample.rows, sample.seconds, sample.seconds_of(40)) == (4, 0.5, 5.0)
-        quick = Words()
-        sample_of(job, quick, FakeClock())
-        assert quick.encoded == [2**i for i in range(10)]
-
-
-def test_rows_without_an_input_give_no_sample(tmp_path: Path) -> None:
-    source = tmp_path / "texts.jsonl"
-    source.write_text("null\n{\n")
-    with words_job(source, Words(), save=False) as job:
-        assert sample_of(job, Words(), FakeClock()) is None
-
-
 async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path, folder: Path) -> None:
     """The Python function `embed_files` writes the parts, reports progress and returns a summary."""
     told = list[JobProgress]()
@@ -861,6 +769,29 @@ async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path
     assert (summary.rows, summary.rejected, summary.parts, summary.plan.model.model) == (25, 0, 3, "tiny")
     assert (told[-1].rows, told[-1].total_rows, told[-1].parts) == (25, 25, 3)
     assert table_of(folder)["text"].to_pylist() == TEXTS
+
+
+async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
+    service: FakeEncoder, source: Path, folder: Path
+) -> None:
+    """The first of three blocks fails. The server answers the other two blocks never, and the job ends soon.
+
+    A job that Ctrl-C ends takes the same way.
+    """
+
+    async def fail_first(request: pb.EncodeRequest) -> None:
+        if any(item.text == TEXTS[0] for item in request.inputs):
+            await until(lambda: service.n_open == 3)
+            raise Refused(grpc.StatusCode.INTERNAL, "broken", "INTERNAL")
+        await asyncio.sleep(600)
+
+    def embed() -> None:
+        with EncoderClient(service.target, timeout_seconds=60) as client, pytest.raises(ServerError, match="broken"):
+            embed_files([source], folder, client=client)
+
+    service.before = fail_first
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(embed)
 
 
 def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) -> None:
@@ -911,12 +842,12 @@ async def test_a_job_keeps_its_model_version_if_the_server_has_it(service: FakeE
             return self.served
 
     fake: Any = Client()
-    facts = server_facts(old, MakeOptions())
-    assert ServerBackend(fake).open(MakeOptions(), None, None).model.version == "2"
-    assert ServerBackend(fake).open(MakeOptions(), None, facts).model.version == "1"
-    assert ServerBackend(fake, None, "2").open(MakeOptions(), None, facts).model.version == "2"
+    facts = server_facts(old, MakeOptions("model"))
+    assert ServerBackend(fake).open(MakeOptions(), None).model.version == "2"
+    assert ServerBackend(fake).open(MakeOptions(), facts).model.version == "1"
+    assert ServerBackend(fake, None, "2").open(MakeOptions(), facts).model.version == "2"
     fake.served = (new,)
-    assert ServerBackend(fake).open(MakeOptions(), None, facts).model.version == "2"
+    assert ServerBackend(fake).open(MakeOptions(), facts).model.version == "2"
 
 
 def test_without_ray_the_error_names_what_to_install(
@@ -924,7 +855,7 @@ def test_without_ray_the_error_names_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "encserve_cli.job.ray", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'encserve-cli\[ray\]'"):
+    with pytest.raises(ValueError, match=r'^--ray needs ray: pip install "encserve\[ray\]"$'):
         embed_files([source], folder, bundle="b", ray=RayOptions())
 
 
@@ -1072,10 +1003,10 @@ def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path
     files = [str(source), str(other)] if change == "inputs" else [str(source)]
 
     class Late(Words):
-        def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+        def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
             if before is None:
                 words_job(source, Words()).close()
-            return super().open(make, kind, before)
+            return super().open(make, before)
 
     def begin() -> EmbedJob:
         return EmbedJob(files, str(folder), Late(), read=ReadOptions(), make=make, add_inputs=True)
@@ -1225,6 +1156,16 @@ def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> 
     assert table_of(folder)["text"].to_pylist() == texts
 
 
+def test_a_shard_does_not_overwrite_the_parts_of_other_shards(tmp_path: Path, folder: Path) -> None:
+    source = write_texts(tmp_path / "texts.txt", [f"text {i}" for i in range(80)])
+    with words_job(source, Words(), shard=Shard(0, 2)) as job:
+        job.run()
+    before = files_in(folder)
+    with pytest.raises(ValueError, match="overwrite must be False with shard, because it would remove the parts of"):
+        words_job(source, Words(), shard=Shard(1, 2), overwrite=True)
+    assert files_in(folder) == before
+
+
 def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "caf\udce9.txt", [*TEXTS, "bad"])
     output = tmp_path / "out\udce9"
@@ -1238,12 +1179,9 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
     assert json.loads(line)["file"] == str(source)
 
 
-@pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=["job", "dry run"])
-def test_events_name_files_whose_names_are_not_utf8(
-    run_words: Callable[..., Result], tmp_path: Path, flags: list[str]
-) -> None:
+def test_events_name_files_whose_names_are_not_utf8(run_words: Callable[..., Result], tmp_path: Path) -> None:
     more = write_texts(tmp_path / "caf\udce9.txt")
-    result = run_words(Words(), *inputs(more), "--json", *flags)
+    result = run_words(Words(), *inputs(more), "--json")
     assert result.exit_code == 0, result.output
     assert events_of(result)[0]["inputs"][1]["uri"] == str(more)
 
@@ -1280,19 +1218,61 @@ async def test_all_rows_of_a_block_may_be_refused(service: FakeEncoder, tmp_path
     assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [True] * 10 + [False] * 25
 
 
-async def test_a_crash_of_the_server_rejects_no_row(
-    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+async def test_an_input_that_crashes_the_server_is_rejected(
+    service: FakeEncoder,
+    output: tuple[str, str],
+    source: Path,
+    folder: Path,
+    code: grpc.StatusCode,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The rows of the failed message may succeed later. So the job fails, and the same command continues the job."""
-    service.max_request_sequences = 2
+    """The server fails for each message with one of two texts. The job finds both texts, and embeds all other texts."""
+    bad = [3, 12]
+    crashes = 0
 
     async def crash(request: pb.EncodeRequest) -> None:
-        if TEXTS[12] in [item.text for item in request.inputs]:
+        nonlocal crashes
+        if {TEXTS[index] for index in bad} & {item.text for item in request.inputs}:
+            crashes += 1
+            raise Refused(code, "crashed")
+
+    service.before = crash
+    result = await encserve(service, "embed", *inputs(source), *output, "--timeout", "0.5", status=3)
+    assert f"{source}, line 4: makes the server fail each time: crashed" in result.stdout
+    assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [index in bad for index in range(25)]
+    assert crashes < 60
+    assert "the server failed for 10 inputs: " in caplog.text
+    [line] = (folder / "_rejected/part-00000-000001.jsonl").read_text().splitlines()
+    assert json.loads(line)["row"] == 13
+
+
+async def test_a_server_that_crashed_once_rejects_no_row(
+    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    once = iter([True])
+
+    async def crash(request: pb.EncodeRequest) -> None:
+        if TEXTS[12] in [item.text for item in request.inputs] and next(once, False):
             raise Refused(grpc.StatusCode.INTERNAL, "crashed")
 
     service.before = crash
+    await encserve(service, "embed", *inputs(source), *output)
+    assert table_of(folder)["text"].to_pylist() == TEXTS
+    assert None not in table_of(folder)["vector"].to_pylist()
+
+
+async def test_a_server_that_crashes_for_every_input_fails_the_job(
+    service: FakeEncoder, output: tuple[str, str], source: Path, folder: Path
+) -> None:
+    """The job fails after some crashes, and rejects no row. The same command continues the job."""
+
+    async def crash(_: pb.EncodeRequest) -> None:
+        raise Refused(grpc.StatusCode.INTERNAL, "crashed")
+
+    service.before = crash
     result = await encserve(service, "embed", *inputs(source), *output, status=1)
-    assert "crashed" in result.stderr
+    assert result.stderr == "Error: the server fails for at least 5 inputs, each sent alone: crashed\n"
     assert not (folder / "_rejected").exists()
     service.before = None
     await encserve(service, "embed", *inputs(source), *output)

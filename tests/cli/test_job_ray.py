@@ -67,7 +67,7 @@ def embed(
 
     Each time a part is finished, `on_parts` is called with the number of finished parts and the job.
     """
-    job = EmbedJob(inputs, str(output), backend, read=ReadOptions(), make=MakeOptions(), kind="mean", part_rows=5)
+    job = EmbedJob(inputs, str(output), backend, read=ReadOptions(), make=MakeOptions("mean"), part_rows=5)
     seen = -1
 
     def on_progress(progress: JobProgress) -> None:
@@ -111,10 +111,10 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
     assert files(tmp_path / "ray") == files(tmp_path / "alone")
 
 
-def test_a_part_that_ends_three_actors_ends_the_job(tmp_path: Path, options: RayOptions) -> None:
+def test_a_part_that_ends_an_actor_three_times_ends_the_job(tmp_path: Path, options: RayOptions) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{DEADLY if i == 22 else i}\n" for i in range(60)))
-    with pytest.raises(RuntimeError, match=r"^3 actors died at part-00000-000004 or .*a\.txt\. Perhaps"):
+    with pytest.raises(RuntimeError, match=r"^an actor died 3 times at part-00000-000004 or .*a\.txt\. Perhaps"):
         embed([str(path)], tmp_path / "out", RayBackend(FakeBackend(), options))
     assert not (tmp_path / "out" / "part-00000-000004.parquet").exists()
 

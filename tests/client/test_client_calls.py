@@ -13,6 +13,7 @@ import pytest
 from fake_encoder import Caller, FakeEncoder, Refused, rows_of, stalled_inspection
 from waiting import until
 
+from encserve import __version__
 from encserve_client import (
     ClientClosedError,
     DeadlineError,
@@ -380,7 +381,7 @@ async def test_metadata_and_key_are_sent(caller: Caller, service: FakeEncoder) -
     await caller(client.token_vectors, [[1]])
     sent = service.metadata[0]
     assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "a")
-    assert "encserve-client" in sent["user-agent"]
+    assert f"encserve-client/{__version__}" in sent["user-agent"]
 
 
 async def test_a_raw_method_takes_and_returns_serialized_messages(caller: Caller, service: FakeEncoder) -> None:

@@ -1,6 +1,8 @@
 """Tests with threads or tasks that share one client, and tests of cancelled calls."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -102,3 +104,67 @@ async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> Non
         with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
             await asyncio.to_thread(lambda: asyncio.run(client.raw_method("ListModels")(b"")))
         await client.token_vectors([[1]])
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from encserve_client import EncoderClient
+
+METHODS = {
+    "many": lambda client: client.token_vectors([[1]] * 6),
+    "one": lambda client: client.token_vectors([[1]]),
+    "stream": lambda client: list(client.stream([[1]] * 6)),
+    "inspect": lambda client: client.inspect([1]),
+}
+method = METHODS[sys.argv[2]]
+
+
+class Interrupt:
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, argument):
+        if self.left and os.sep + "grpc" + os.sep in frame.f_code.co_filename:
+            self.left -= 1
+            if not self.left:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+
+
+def go_on(client):
+    method(client)
+    client.close()
+
+
+number, interrupt = 0, None
+while interrupt is None or not interrupt.left:
+    number += 1
+    interrupt = Interrupt(number)
+    client = EncoderClient(sys.argv[1])
+    client.model()
+    try:
+        sys.settrace(interrupt)
+        method(client)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    thread = threading.Thread(target=go_on, args=[client], daemon=True)
+    thread.start()
+    thread.join(20)
+    if thread.is_alive():
+        print("hangs after an interrupt at function", number, flush=True)
+        os._exit(1)
+print(number)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("method", ["many", "one", "stream", "inspect"])
+async def test_an_interrupt_in_grpcs_code_leaves_a_client_that_works(service: FakeEncoder, method: str) -> None:
+    """SIGINT arrives at the start of each Python function of gRPC in turn. Then the client makes a call, and closes."""
+    service.max_request_sequences = 2
+    command = [sys.executable, "-c", INTERRUPTED, service.target, method]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 10

@@ -534,6 +534,31 @@ def test_refusals_of_all_inputs_resend_each_input_a_few_times() -> None:
     assert sum(server.sizes) <= 10 * 400
 
 
+@pytest.mark.parametrize("most", [40, 64])
+def test_refused_inputs_in_one_reply_need_few_messages(most: int) -> None:
+    """The server names up to `most` refused inputs in a reply. All other inputs get their rows."""
+
+    def answer(request: pb.EncodeRequest) -> Outcome:
+        bad = [position for position, item in enumerate(request.inputs) if item.token_ids.ids[0] == 1]
+        if not bad:
+            return 0.0, echo(request)
+        texts = [f"inputs[{position}].token_ids.ids[0]: is bad" for position in bad[:most]]
+        code, reason = Code.INVALID_ARGUMENT, "INVALID_TOKEN_ID"
+        named = tuple(Failure(code, text, reason) for text in texts)
+        return 0.0, Failure(code, texts[0], reason, refused=named)
+
+    server = Server(answer)
+    inputs: list[Input] = [[1] if index % 4 else [index + 2] for index in range(400)]
+    result = encode(core_of(), server, inputs, describe=True)
+    assert list(result.errors) == [index for index in range(400) if index % 4]
+    assert len(server.sizes) <= 300 // most + 2
+    assert [result.outputs[0].array(index).tolist() for index in range(0, 400, 4)] == [
+        [[index + 2]] for index in range(0, 400, 4)
+    ]
+    for index, error in result.errors.items():
+        assert (error.index, error.field) == (index, f"inputs[{index}][0]")
+
+
 VECTORS_ONLY = {"input_kind": pb.INPUT_KIND_EMBEDDINGS}
 
 
@@ -668,3 +693,15 @@ def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
     with pytest.raises(KeyError, match="enough"):
         encode(core, server, [[1], [2]], progress=stop)
     assert server.wire.time == 0.0
+
+
+def test_progress_can_end_a_call_to_a_server_that_does_not_answer() -> None:
+    server = Server(lambda request: (1000.0, echo(request)))
+
+    def stop(done: int, total: int | None) -> None:
+        if server.wire.time >= 3.0:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        encode(core_of(timeout_seconds=900.0), server, [[1], [2]], progress=stop)
+    assert server.wire.time == 3.0

@@ -42,7 +42,7 @@ def test_ragged_rows_are_decoded_exactly(data: st.DataObject, width: int, dtype:
     options = Options(dtype=dtype)
     wire = response_of(arrays, width, dtype).SerializeToString()
     part = decode_response(pb.EncodeResponse.FromString(wire), options, len(arrays), describe=False)
-    [block] = part.blocks
+    [block] = part.outputs[0].blocks
     for got, want in zip(block.split(), arrays, strict=True):
         assert got.shape == want.shape
         assert got.tobytes() == want.tobytes()
@@ -110,7 +110,7 @@ def test_the_pooling_of_the_model_has_any_kind() -> None:
     response = response_of([np.ones((1, 3), np.float32)] * 2, 3)
     response.outputs[0].kind = pb.OUTPUT_KIND_MEAN
     answer = decode_response(response, Options((Output("model"),)), 2, describe=False)
-    assert answer.kinds == [("mean", False)]
+    assert (answer.outputs[0].kind, answer.outputs[0].l2_normalized) == ("mean", False)
 
 
 def test_rows_without_special_tokens_may_be_fewer() -> None:
@@ -154,7 +154,7 @@ def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
     second.fingerprint = "g"
     parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
     with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_answers(list(enumerate(parts)), {}, 0.0, 2)
+        merge_answers([(range(2), parts[0]), (range(2, 4), parts[1])], {}, 0.0, 2)
 
 
 def test_answers_of_one_call_have_one_width() -> None:
@@ -163,16 +163,16 @@ def test_answers_of_one_call_have_one_width() -> None:
         for width in (3, 4)
     ]
     with pytest.raises(ProtocolError, match=r"the answer must have 3 columns of outputs\[0\]; had 4"):
-        merge_answers(list(enumerate(parts)), {}, 0.0, 2)
+        merge_answers([([0], parts[0]), ([1], parts[1])], {}, 0.0, 2)
 
 
 def test_results_are_copies_of_the_messages() -> None:
     """The caller may write to `matrix` and `arrays`, without an effect on the received bytes."""
     part = decode_response(good(), Options(), 2, describe=False)
-    one, two = merge_answers([(0, part)], {}, 0.0, 1), merge_answers([(0, part), (2, part)], {}, 0.0, 2)
+    one, two = merge_answers([([0, 1], part)], {}, 0.0, 1), merge_answers([([0, 1], part), ([2, 3], part)], {}, 0.0, 2)
     for written in (one.outputs[0].matrix(), one.outputs[0].arrays()[0], two.outputs[0].matrix()):
         written[...] = 7
-    assert not (part.blocks[0].rows == 7).any()
+    assert not (part.outputs[0].blocks[0].rows == 7).any()
     assert two.outputs[0].matrix().shape == (6, 3)
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
 
@@ -183,5 +183,5 @@ def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> No
     response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
     response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
     part = decode_response(response, Options((Output(kind),)), 2, describe=False)
-    [output] = merge_answers([(0, part)], {}, 0.0, 1, 10).outputs
+    [output] = merge_answers([([0, 1], part)], {}, 0.0, 1, 10).outputs
     assert [None if it is None else it.tolist() for it in output.token_indices()] == [[], []]

@@ -101,6 +101,39 @@ async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: 
     assert {it.shape for it in vectors if not isinstance(it, EncserveError)} == {(8,)}
 
 
+async def test_all_refused_inputs_of_a_message_are_known_after_one_reply(caller: Caller, service: FakeEncoder) -> None:
+    """The server names all refused inputs in a trailer. The client sends the other inputs once more."""
+
+    async def name_all(request: pb.EncodeRequest) -> None:
+        errors = [
+            {"message": f"inputs[{i}].token_ids: has {len(it.token_ids.ids)} tokens", "reason": "SEQUENCE_TOO_LONG"}
+            for i, it in enumerate(request.inputs)
+            if len(it.token_ids.ids) == len(LONG)
+        ]
+        if errors:
+            first = errors[0]
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT, first["message"], first["reason"], refused_inputs=json.dumps(errors)
+            )
+
+    service.before = name_all
+    inputs = [LONG if i % 3 == 0 else [i] for i in range(50)]
+    client = caller.connect()
+    result = await caller(client.run, inputs)
+    assert [len(request.inputs) for request in service.requests] == [50, 33]
+    assert list(result.errors) == list(range(0, 50, 3))
+    for index, error in result.errors.items():
+        assert (error.index, error.field, error.reason) == (index, f"inputs[{index}]", "SEQUENCE_TOO_LONG")
+        assert type(error) is InvalidRequestError
+    for index in range(50):
+        if index % 3:
+            np.testing.assert_array_equal(result.outputs[0].array(index), rows_of([index]))
+    found = await caller.all_of(client, inputs)
+    assert [index for index, it in enumerate(found) if isinstance(it, EncserveError)] == list(range(0, 50, 3))
+    with pytest.raises(InvalidRequestError, match=r"^inputs\[0\]: has 65 tokens$"):
+        await caller(client.embed, inputs)
+
+
 async def test_all_inputs_may_fail(caller: Caller) -> None:
     found = await caller.all_of(caller.connect(), [LONG, None], kind="vector")
     assert [type(it) for it in found] == [InvalidRequestError, InvalidInputError]
@@ -211,36 +244,21 @@ NEW_KIND = 77  # a value that only a newer server knows
 
 
 async def test_an_unknown_kind_is_returned_as_its_number(caller: Caller, service: FakeEncoder) -> None:
-    """A caller can request an output kind by its number, if only a newer server knows this kind.
-
-    The result and ModelInfo then also have the number.
-    """
     service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
 
-    async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:
+    async def of_new_kind(request: pb.EncodeRequest) -> pb.EncodeResponse:
         response = service.answer(request)
-        asked = request.options.outputs[0].kind
         response.outputs[0].kind = NEW_KIND  # type: ignore[assignment]
-        if asked == NEW_KIND:
-            response.outputs[0].width //= 2
-            response.outputs[0].lengths[:] = [2] * len(request.inputs)
         return response
 
-    service.before = of_two_rows
+    service.before = of_new_kind
     client = caller.connect()
     info = await caller(client.model)
     assert (info.pooling, info.input_kind, info.trained_kind) == (NEW_KIND, NEW_KIND, "model")
     assert json.dumps(info.pooling) == "77"
-    result = await caller(client.run, ["a", "b"], outputs=[Output(NEW_KIND), "model"][:1])
+    result = await caller(client.run, ["a", "b"], outputs=["model"])
     assert result.outputs[0].kind == NEW_KIND
-    assert [its.shape for its in result.outputs[0].arrays()] == [(2, 4)] * 2
-    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # the default is the model's own pooling
-    assert (await caller(client.embed, ["a"], pooling=NEW_KIND)).shape == (2, 4)
-    assert [it.options.outputs[0].kind for it in service.requests] == [
-        NEW_KIND,
-        pb.OUTPUT_KIND_MODEL_POOLING,
-        NEW_KIND,
-    ]
+    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)
 
 
 @pytest.mark.parametrize(

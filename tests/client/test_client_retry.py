@@ -203,6 +203,20 @@ def test_trailers_are_read() -> None:
     assert (error.retry_delay_seconds, error.attempts, str(error)) == (0.25, 3, "full (sent 3 times)")
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[", "7", "null", "{}", "[7]", '["a"]', '[{"message": "inputs[0]: no"}]', '[{"reason": 7}]']
+)
+def test_a_damaged_list_of_refused_inputs_is_ignored(text: str) -> None:
+    failure = failure_of_status(Code.INVALID_ARGUMENT, "inputs[2]: bad", [("encserve-refused-inputs", text)])
+    assert failure.inputs_at_fault(3) == {2: failure}
+
+
+def test_refused_inputs_that_were_not_sent_are_ignored() -> None:
+    text = '[{"message": "inputs[1]: bad", "reason": "A"}, {"message": "inputs[3]: bad", "reason": "B"}]'
+    failure = failure_of_status(Code.INVALID_ARGUMENT, "inputs[1]: bad", [("encserve-refused-inputs", text)])
+    assert list(failure.inputs_at_fault(3)) == [1]
+
+
 @pytest.mark.parametrize("pushback", ["-1", "soon", "", "1.5", "٣"])
 def test_a_pushback_that_is_not_a_delay_forbids_retries(pushback: str) -> None:
     failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])
@@ -216,7 +230,7 @@ def test_the_index_counts_inputs_of_the_call() -> None:
     The client's exception has the index of the input in the call.
     """
     failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
-    assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259][17]: must")
+    assert str(failure.to_exception(1, indices=range(256, 300))).startswith("inputs[259][17]: must")
     assert str(failure.to_exception(1)).startswith("inputs[3][17]: must")
 
 

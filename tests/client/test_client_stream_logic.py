@@ -22,9 +22,7 @@ from encserve_client import (
     ServerUnavailableError,
 )
 from encserve_client._logic.calls import Core, Settings
-from encserve_client._logic.dispatch import TimeLimit
 from encserve_client._logic.failures import Failure
-from encserve_client._logic.streams import StreamOptions
 from encserve_client._logic.wire import Rpc, run_without_loop
 from encserve_client.options import Options
 from encserve_client.retry import RetryPolicy
@@ -66,11 +64,19 @@ def stream(
     """Yield the index of each input, with the token id in its result or with its error."""
     policy = RetryPolicy(initial_backoff_seconds=1.0)
     core = Core(Settings(timeout, 64 << 20, 4, policy, random=lambda: 1.0, target="host:1"))
-    options = StreamOptions(iter(inputs), None, ordered, max_in_flight, None)
-    results = core.stream(server.wire, ("", ""), Options(), TimeLimit(timeout), options)
-    while (item := run_without_loop(anext(results, None))) is not None:
-        index, result = item
-        yield index, int(result[0, 0]) if isinstance(result, np.ndarray) else result
+    runs = core.stream(
+        lambda _: server.wire,
+        inputs,
+        ("", ""),
+        Options(),
+        ordered=ordered,
+        max_in_flight=max_in_flight,
+        timeout_seconds=None,
+        progress=None,
+    )
+    while (results := run_without_loop(anext(runs, None))) is not None:
+        for index, result in results:
+            yield index, int(result[0, 0]) if isinstance(result, np.ndarray) else result
     assert server.wire.is_closed
 
 

@@ -1,4 +1,4 @@
-"""The exporter downloads a model from the hub, at one commit, and downloads only the files that the export reads."""
+"""A model is downloaded from the hub at one commit, and only the files that an export reads are downloaded."""
 
 import errno
 import os
@@ -7,15 +7,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
-from fake_hub import COMMIT, fake_hub
+from fake_hub import COMMIT, fake_hub, hub_variables
 from google.protobuf import json_format
+from huggingface_hub import DryRunFileInfo
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from encserve_export.core.errors import HubError
-from encserve_export.source import hub
+from encserve import hub
 from encserve_proto.bundle.v1 import manifest_pb2
 
 COMMAND = Path(sys.executable).parent / "encserve-export"
@@ -28,8 +29,7 @@ def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -
     A new process is needed because huggingface_hub reads its environment variables only at import.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
-                    "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": str(int(offline))}  # fmt: skip
+    environment |= hub_variables(endpoint, cache, offline=offline)
     command = [str(COMMAND), "hf", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -59,7 +59,7 @@ def test_the_error_names_a_model_that_cannot_be_downloaded(data: Path, models: P
             assert f"Error: {message}" in refused.stderr
             assert "Traceback" not in refused.stderr
         unreached = run(endpoint, tmp_path / "hf", "owner/other", "--model-repository", models, offline=True)
-    assert "Error: no directory owner/other, and its download from the hub to " in unreached.stderr
+    assert "Error: no directory owner/other, and a file of owner/other is not in " in unreached.stderr
     assert not models.exists()
 
 
@@ -72,11 +72,23 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 
     def snapshot_download(
-        repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
+        repository: str,
+        *,
+        revision: str | None,
+        allow_patterns: list[str],
+        ignore_patterns: list[str] | None = None,
+        dry_run: bool = False,
+        **_: object,
+    ) -> Any:
         assert (repository, revision) in (("owner/tiny", None), ("owner/tiny", COMMIT))
         names = [path.relative_to(remote).as_posix() for path in remote.rglob("*") if path.is_file()]
-        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+        found = list(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        if dry_run:
+            return [
+                DryRunFileInfo(COMMIT, (remote / name).stat().st_size, name, str(snapshot / name), False, True)
+                for name in found
+            ]
+        for name in found:
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(remote / name, snapshot / name)
         return str(snapshot)
@@ -149,13 +161,15 @@ def test_a_failed_download_names_the_folder(error: Exception, tmp_path: Path, mo
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match=rf"download from the hub to {tmp_path} failed: (.*No space left.*|a b)$"):
+    with pytest.raises(hub.HubError, match=rf"download from the hub to {tmp_path} failed: (.*No space left.*|a b)$"):
         hub.download("owner/tiny")
 
 
-def test_a_misspelled_directory_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.system
+def test_a_misspelled_directory_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "right").mkdir(parents=True)
-    message = "no directory checkpoints/wrong, but a directory checkpoints. .*--revision main$"
-    with pytest.raises(HubError, match=message):
-        hub.download("checkpoints/wrong")
+    command = [str(COMMAND), "hf", "checkpoints/wrong", "--model-repository", "models"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 1
+    assert "no directory checkpoints/wrong, but a directory checkpoints. " in refused.stderr
+    assert refused.stderr.rstrip().endswith("--revision main")

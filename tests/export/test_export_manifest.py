@@ -38,7 +38,7 @@ def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) 
     assert (manifest.source.kind, manifest.source.description) == ("hf", "RobertaModel")
     weights = (data / "hf-roberta" / "model.safetensors").read_bytes()
     assert manifest.source.weights_sha256 == hashlib.sha256(weights).hexdigest()
-    assert set(manifest.source.versions) >= {"encserve-export", "onnx", "onnxruntime", "tokenizers", "torch"}
+    assert set(manifest.source.versions) >= {"encserve", "onnx", "onnxruntime", "tokenizers", "torch"}
     assert 0 < manifest.parity.max_relative_error <= manifest.parity.tolerance == 5e-5
     assert manifest.parity.max_padding_error <= 1e-5
     assert {tuple(case.lengths) for case in manifest.parity.cases} >= {(1,), (64,), (64, 32, 1)}

@@ -78,7 +78,7 @@ def test_the_manifest_describes_the_model(file: Path, target: Target) -> None:
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     assert (manifest.source.kind, manifest.source.description) == ("onnx", "by hand 7")
     assert manifest.source.weights_sha256 == sha256
-    assert set(manifest.source.versions) == {"encserve-export", "onnx", "onnxruntime", "tokenizers"}
+    assert set(manifest.source.versions) == {"encserve", "onnx", "onnxruntime", "tokenizers"}
     assert [(part.part, part.count) for part in manifest.parameters] == [
         ("other", (VOCAB_SIZE + POSITIONS + 2) * D_MODEL)
     ]
@@ -372,6 +372,46 @@ def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.M
     exported = export_onnx(save(build(), file), target, SHORT)
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]
     _same_rows(file, exported.path / "model.onnx")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_large_file_is_converted_like_a_small_one(
+    file: Path, target: Target, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    """Convert the same file twice: with the weights in the graph's file, and in a separate file. Expect equal weights.
+
+    In float16, ReduceSum stays in float32. "apart" is read only by ReduceSum, and "table" also by a float16 node. The
+    third tensor is a constant in a node.
+    """
+    model = build(opset=20)
+    node_of(model, "rows").output[0] = "plain"
+    node, listed = helper.make_node, numpy_helper.from_array(random_table(64, 6))
+    model.graph.node.extend(
+        [
+            node("Constant", [], ["listed"], value=listed),
+            *(node("ReduceSum", [it, "zero"], [f"{it}_sum"], keepdims=0) for it in ("apart", "table", "listed")),
+            node("Sum", [f"{it}_sum" for it in ("apart", "table", "listed")], ["sum"], name="sum"),
+            node("MatMul", ["plain", "up"], ["wide"], name="wide"),
+            node("MatMul", ["wide", "down"], ["narrow"], name="narrow"),
+            node("Add", ["narrow", "sum"], ["rows"], name="last"),
+        ]
+    )
+    weights = {"up": random_table(D_MODEL, 3, 128), "down": random_table(128, 4), "apart": random_table(64, 5)}
+    model.graph.initializer.extend(numpy_helper.from_array(its, name) for name, its in weights.items())
+    save(model, file)
+
+    def convert(version: str) -> list[tuple[str, int, bytes]]:
+        options = dataclasses.replace(SHORT, precision=precision)
+        exported = export_onnx(file, dataclasses.replace(target, version=version), options)
+        written = onnx.load(exported.path / "model.onnx")
+        return [(it.name, it.data_type, numpy_helper.to_array(it).tobytes()) for it in all_tensors(written)]
+
+    small = convert("1")
+    monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
+    assert convert("2") == small
+    assert (target.model_repository / "mine/2/model.onnx.data").is_file()
+    kinds = {name: kind for name, kind, _ in small}
+    assert kinds["apart"] == FLOAT
 
 
 def test_int8_of_a_graph_without_products_is_refused(file: Path, target: Target) -> None:

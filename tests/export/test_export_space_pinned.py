@@ -131,8 +131,8 @@ def test_the_supported_versions_of_libraries_give_the_same_ids(which: str, tmp_p
 
     The other versions are installed into a folder. All other packages keep their versions.
     """
-    declared = tomllib.loads((ROOT / "export" / "pyproject.toml").read_text())["project"]
-    supported = {it.name: it.specifier for it in map(Requirement, declared["dependencies"])}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    supported = {it.name: it.specifier for it in map(Requirement, extras["export"])}
     wanted = [f"{name}{supported[name]}" for name in ("sentence-transformers", "transformers")]
     if which == "oldest":
         wanted = [re.sub(r"^([a-z-]+).*>=([0-9.]+).*", r"\1==\2", it) for it in wanted]

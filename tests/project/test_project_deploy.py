@@ -1,244 +1,43 @@
-"""Tests of the files in deploy/.
+"""Tests of docker-compose.yml, of the files of Envoy, and of the unit of systemd. They agree with the server."""
 
-The files agree with the server and with each other. They match the schemas of Kubernetes, KServe and KubeRay.
-"""
-
-import copy
 import dataclasses
-import json
+import os
 import re
-import shlex
+import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import click
-import jsonschema
 import pytest
-import yaml
-from prometheus_client import CollectorRegistry
+from deploy_files import DEPLOY, ROOT, environment_of, load, mounts
 
-from encserve_cli.commands import cli
 from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.settings import MIB, Settings
-from encserve_server.telemetry.metrics import Metrics
 
-ROOT = Path(__file__).parent.parent.parent
-DEPLOY = ROOT / "deploy"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
 CLOSE_SECONDS = 5.0  # the longest time that the server needs to close its models
-POD_GRACE_SECONDS = 30  # Kubernetes' default
-PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-
-
-def load(path: str) -> Any:
-    return yaml.safe_load((DEPLOY / path).read_text())
-
-
 COMPOSE = load("../docker-compose.yml")
 SERVICES: dict[str, Any] = COMPOSE["services"]
 SERVERS = {name: service for name, service in SERVICES.items() if name.startswith("server")}
 OVERRIDES = {name: load(f"compose.{name}.yml")["services"] for name in ("callers", "tls")}
+UNIT = DEPLOY / "systemd/encserve.service"
 
 
-def container_of(resource: Any) -> Any:
-    (container,) = resource["spec"].get("template", resource)["spec"]["containers"]
-    return container
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+def test_the_settings_of_a_server_exist_and_leave_time_to_stop(server: Any) -> None:
+    given = DEFAULTS | environment_of(server)
+    assert given.keys() == DEFAULTS.keys()
+    assert stop_seconds(given) < float(server["stop_grace_period"][:-1])
 
 
-def settings_of(container: Any) -> dict[str, str]:
-    """Return the server settings in the arguments of a container. The keys are field names of Settings."""
-    return {
-        flag.removeprefix("--").replace("-", "_"): value
-        for flag, value in (argument.split("=", 1) for argument in container["args"])
-    }
+@pytest.mark.parametrize("override", OVERRIDES.values(), ids=OVERRIDES)
+def test_the_settings_of_an_override_exist(override: Any) -> None:
+    assert environment_of(override["server"]).keys() <= DEFAULTS.keys()
 
 
-def environment_of(service: Any) -> dict[str, str]:
-    """Return the server settings in the environment of a Compose service. The keys are field names of Settings."""
-    return {
-        name.removeprefix("ENCSERVE_").lower(): value
-        for name, value in service.get("environment", {}).items()
-        if name.startswith("ENCSERVE_")
-    }
-
-
-def mounts(service: Any) -> Iterator[tuple[str, str, bool]]:
-    """Yield the source, the target and the read-only flag of each volume of a Compose service."""
-    for volume in service.get("volumes", []):
-        source, target, *mode = volume.replace(":-", "=").split(":")
-        yield source, target, "ro" in mode
-
-
-def patched(resource: Any, patch: str) -> Any:
-    """Apply a JSON patch (RFC 6902) to a copy of a resource, as kustomize does."""
-    made = copy.deepcopy(resource)
-    for operation in load(patch):
-        *parents, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
-        at = made
-        for part in parents:
-            at = at[int(part)] if isinstance(at, list) else at[part]
-        if isinstance(at, list):
-            assert (operation["op"], last) == ("add", "-")
-            at.append(operation["value"])
-        elif operation["op"] == "remove":
-            del at[last]
-        else:
-            assert (last in at) is (operation["op"] == "replace")
-            at[last] = operation["value"]
-    return made
-
-
-DEPLOYMENT = load("kubernetes/deployment.yaml")
-WITH_CALLERS = patched(DEPLOYMENT, "kubernetes-callers/deployment-callers.yaml")
-WITH_TLS = patched(WITH_CALLERS, "kubernetes-secure/deployment-tls.yaml")
-SERVICE_WITH_TLS = patched(load("kubernetes/service.yaml"), "kubernetes-secure/service-tls.yaml")
-RUNTIME = load("kserve/serving-runtime.yaml")
-RAY_JOB = load("kuberay/embed-rayjob.yaml")
-GIVEN = {
-    **{f"compose {name}": environment_of(service) for name, service in SERVERS.items()},
-    **{f"compose {name} with {its}": environment_of(OVERRIDES[its][name]) for its in OVERRIDES for name in ("server",)},
-    "kubernetes": settings_of(container_of(DEPLOYMENT)),
-    "kubernetes-callers": settings_of(container_of(WITH_CALLERS)),
-    "kubernetes-secure": settings_of(container_of(WITH_TLS)),
-    "kserve": settings_of(container_of(RUNTIME)),
-}
-
-
-@pytest.mark.parametrize("settings", GIVEN.values(), ids=GIVEN)
-def test_settings_exist(settings: dict[str, str]) -> None:
-    assert settings.keys() <= DEFAULTS.keys()
-
-
-@pytest.mark.parametrize(
-    ("settings", "stop_seconds"),
-    [
-        *((environment_of(server), float(server["stop_grace_period"][:-1])) for server in SERVERS.values()),
-        (GIVEN["kubernetes"], DEPLOYMENT["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]),
-        (GIVEN["kserve"], POD_GRACE_SECONDS),
-    ],
-)
-def test_a_server_has_time_to_stop(settings: dict[str, str], stop_seconds: float) -> None:
-    given = DEFAULTS | settings
-    assert float(given["drain_delay_seconds"]) + float(given["grace_seconds"]) + CLOSE_SECONDS < stop_seconds
-
-
-# Kubernetes
-
-
-def kubernetes_accepts(folder: Path, *resources: Any) -> None:
-    for number, resource in enumerate(resources):
-        path = folder / f"{number}.yaml"
-        path.write_text(yaml.safe_dump(resource))
-        command = [str(Path(sys.executable).parent / "kubernetes-validate"), "--quiet", "--strict", "-k", "1.37"]
-        subprocess.run([*command, path], check=True, timeout=60)
-
-
-def test_kubernetes_schema_accepts_patched_and_embedded_resources(tmp_path: Path) -> None:
-    """The Kubernetes schema accepts the patched resources, and the pods in the RayJob.
-
-    `make lint` validates the files without patches.
-    """
-    pods = [
-        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "m"}, "template": group["template"]}
-        for group in ray_groups()
-    ]
-    kubernetes_accepts(tmp_path, WITH_TLS, SERVICE_WITH_TLS, *pods)
-
-
-def test_kustomizations() -> None:
-    names = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
-    plain = load("kubernetes/kustomization.yaml")
-    assert set(plain["resources"]) == names - {"kustomization.yaml", "prometheus-adapter.yaml"}
-    assert plain["images"][0]["name"] == container_of(DEPLOYMENT)["image"]
-    for folder, base in {"kubernetes-callers": "../kubernetes", "kubernetes-secure": "../kubernetes-callers"}.items():
-        kustomization = load(f"{folder}/kustomization.yaml")
-        assert kustomization["resources"] == [base]
-        for patch in kustomization["patches"]:
-            assert (DEPLOY / folder / patch["path"]).is_file()
-            assert patch["target"]["name"] == DEPLOYMENT["metadata"]["name"]
-
-
-def test_ports_and_probes() -> None:
-    container, pod = container_of(DEPLOYMENT), DEPLOYMENT["spec"]["template"]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    given = DEFAULTS | GIVEN["kubernetes"]
-    assert {name: int(given[f"{name}_port"]) for name in ("grpc", "http", "metrics")} == ports
-    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
-    for probe in PROBES:
-        assert container[probe]["grpc"]["port"] == ports["grpc"]
-        assert container[probe]["grpc"].get("service", "") in ("", SERVICE_NAME)
-    assert [port["targetPort"] for port in load("kubernetes/service.yaml")["spec"]["ports"]] == ["grpc", "http"]
-    allowed = [
-        port["port"] for rule in load("kubernetes/network-policy.yaml")["spec"]["ingress"] for port in rule["ports"]
-    ]
-    assert sorted(allowed) == ["grpc", "http", "metrics"]
-
-
-def test_probes_wait_for_a_stalled_engine() -> None:
-    """Kubernetes restarts a pod only if the liveness probe fails for twice the server's `stall_seconds` or longer.
-
-    A pod gets no more calls after its readiness probe has failed for 15 s or less.
-    """
-    seconds = {
-        probe: container_of(DEPLOYMENT)[probe]["periodSeconds"] * container_of(DEPLOYMENT)[probe]["failureThreshold"]
-        for probe in PROBES
-    }
-    assert seconds["livenessProbe"] >= 2 * DEFAULTS["stall_seconds"]
-    assert seconds["readinessProbe"] <= 15
-
-
-@pytest.mark.parametrize(("name", "deployment"), [("models", DEPLOYMENT), ("callers", WITH_CALLERS), ("tls", WITH_TLS)])
-def test_files_are_mounted(name: str, deployment: Any) -> None:
-    container, settings = container_of(deployment), settings_of(container_of(deployment))
-    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == name]
-    assert name in [volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]]
-    assert "subPath" not in mount  # Kubernetes never updates the files of a mount with subPath
-    paths = {
-        "models": [f"{settings['model_repository']}/x"],
-        "callers": [settings.get("callers", "")],
-        "tls": [settings.get("tls_cert_file", ""), settings.get("tls_key_file", "")],
-    }
-    assert {str(Path(path).parent) for path in paths[name]} == {mount["mountPath"]}
-
-
-def test_probes_and_ports_with_tls() -> None:
-    """With TLS, the probes use /healthz on the metrics port. The other ports require client certificates."""
-    container = container_of(WITH_TLS)
-    for probe in PROBES:
-        assert container[probe]["httpGet"] == {"scheme": "HTTPS", "port": "metrics", "path": "/healthz"}
-        assert "grpc" not in container[probe]
-    assert WITH_TLS["spec"]["template"]["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
-    assert [port["appProtocol"] for port in SERVICE_WITH_TLS["spec"]["ports"]] == ["https", "https"]
-
-
-def test_selectors() -> None:
-    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
-    assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels
-    assert load("kubernetes/service.yaml")["spec"]["selector"] == labels
-    assert load("kubernetes/disruption-budget.yaml")["spec"]["selector"]["matchLabels"] == labels
-    assert load("kubernetes/network-policy.yaml")["spec"]["podSelector"]["matchLabels"] == labels
-    target = load("kubernetes/autoscaler.yaml")["spec"]["scaleTargetRef"]
-    assert target["name"] == DEPLOYMENT["metadata"]["name"]
-
-
-def test_the_autoscaler_uses_metrics_that_exist() -> None:
-    """The autoscaler's query uses only metrics of the server, and subtracts the tokens of bulk calls.
-
-    docs/operations.md has the same query for KEDA.
-    """
-    (rule,) = load("kubernetes/prometheus-adapter.yaml")["rules"]["external"]
-    (metric,) = load("kubernetes/autoscaler.yaml")["spec"]["metrics"]
-    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
-    registry = CollectorRegistry()
-    Metrics(registry)
-    exported = {family.name for family in registry.collect()}
-    assert set(re.findall(r"encserve_\w+", f"{rule['metricsQuery']} {rule['seriesQuery']}")) <= exported
-    assert "- avg_over_time(encserve_queue_bulk_tokens[1m])" in rule["metricsQuery"]
-    assert rule["metricsQuery"] in (ROOT / "docs/operations.md").read_text()
+def stop_seconds(settings: dict[str, Any]) -> float:
+    """Return the longest time that a server needs to stop."""
+    return float(settings["drain_delay_seconds"]) + float(settings["grace_seconds"]) + CLOSE_SECONDS
 
 
 def test_envoy_has_the_servers_limits() -> None:
@@ -250,100 +49,6 @@ def test_envoy_has_the_servers_limits() -> None:
     assert text.count(f"port_value: {DEFAULTS['grpc_port']} ") == 3
 
 
-# KServe and KubeRay
-
-
-def closed(schema: Any) -> Any:
-    """Return a copy of a schema that refuses unknown fields. Kubernetes would drop such fields without an error."""
-    if isinstance(schema, list):
-        return [closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: closed(value) for key, value in schema.items()}
-    if isinstance(made.get("properties"), dict) and "spec" not in made["properties"]:
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def schema_errors(name: str, resource: Any) -> list[str]:
-    schema = closed(json.loads((ROOT / "tests/data" / name).read_text()))
-    return [
-        f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(resource)
-    ]
-
-
-def kserve_errors(resource: Any) -> list[str]:
-    """Check a resource with KServe's schema; return the errors.
-
-    The schema is the CRD servingruntimes from KServe's commit aaac4e294. Descriptions and unused fields are left out.
-    """
-    return schema_errors("kserve-serving-runtime.json", resource)
-
-
-def kuberay_errors(resource: Any) -> list[str]:
-    """Check a resource with a schema of KubeRay 1.7; return the errors.
-
-    The schema is written by hand. It does not check the pod templates, because kubernetes-validate checks them.
-    """
-    return schema_errors("kuberay-rayjob.json", resource)
-
-
-def ray_groups() -> list[Any]:
-    cluster = RAY_JOB["spec"]["rayClusterSpec"]
-    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-
-
-def test_schemas_accept_the_files_and_refuse_faults() -> None:
-    assert kserve_errors(RUNTIME) == kuberay_errors(RAY_JOB) == []
-    wrong = copy.deepcopy(RUNTIME)
-    container_of(wrong)["ports"][0]["containerport"] = 1
-    wrong["spec"]["protocolVersion"] = ["grpc-v2"]
-    assert len(kserve_errors(wrong)) == 2
-    wrong = copy.deepcopy(RAY_JOB)
-    wrong["spec"]["rayClusterSpec"]["autoscalerOptions"]["idleTimeoutSeconds"] = "60"
-    wrong["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxreplicas"] = 8
-    assert len(kuberay_errors(wrong)) == 2
-
-
-def test_the_serving_runtime() -> None:
-    container = container_of(RUNTIME)
-    assert container["ports"] == [{"name": "h2c", "containerPort": DEFAULTS["grpc_port"], "protocol": "TCP"}]
-    assert container["readinessProbe"]["grpc"] == {"port": DEFAULTS["grpc_port"], "service": SERVICE_NAME}
-
-
-def test_the_http_settings_in_the_docs() -> None:
-    page = (ROOT / "docs/open-inference.md").read_text()
-    (lines,) = re.findall(r"^```yaml\n(metadata:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
-    shown, container = yaml.safe_load(lines), container_of(RUNTIME)
-    changed = container | container_of(shown) | {"args": container["args"] + container_of(shown)["args"]}
-    assert kserve_errors(RUNTIME | shown | {"spec": RUNTIME["spec"] | shown["spec"] | {"containers": [changed]}}) == []
-    settings = settings_of(changed)
-    assert settings.keys() <= DEFAULTS.keys()
-    assert [str(port["containerPort"]) for port in changed["ports"]] == [settings["http_port"]]
-
-
-def test_the_ray_job() -> None:
-    """The job's command and flags exist, and the job's paths are mounted.
-
-    A worker has a whole number of times the CPUs of an actor. The job and the tests use the same version of Ray.
-    """
-    line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
-    assert after == "test $? -eq 3"  # exit status 3 means that some texts were rejected; the job has not failed
-    program, name, *words = shlex.split(line)
-    command = cli.get_command(click.Context(cli), name)
-    assert program == "encserve"
-    assert command is not None
-    options = dict(zip(words[::2], words[1::2], strict=True))
-    assert options.keys() <= {flag for parameter in command.params for flag in parameter.opts}
-    (container,) = ray_groups()[1]["template"]["spec"]["containers"]
-    assert int(container["resources"]["limits"]["cpu"]) % int(options["--actor-cpus"]) == 0
-    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {
-        f"/{Path(path).parts[1]}" for path in (options["--input"], options["--output"], options["--bundle"])
-    } == mounted
-    assert RAY_JOB["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
-
-
 # Compose
 
 
@@ -353,6 +58,7 @@ def test_a_service_is_confined_and_pinned(service: Any) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in service["security_opt"]
     assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
+    assert service["cpus"] in (1, "${SERVER_CPUS:-2}")
     assert 0 < service["pids_limit"] <= 1024
     assert not service.keys() & {"privileged", "cap_add", "pid", "ipc"}
     assert service.get("network_mode") in (None, "none")
@@ -360,8 +66,8 @@ def test_a_service_is_confined_and_pinned(service: Any) -> None:
         assert re.fullmatch(r"127\.0\.0\.1:\$\{[A-Z]+_PORT:-\d+\}:\d+", port), port
     if "build" in service:
         dockerfile = (ROOT / service["build"]["dockerfile"]).read_text()
-        target = service["build"].get("target")
-        assert target is None or re.search(rf"^FROM \S+ AS {target}$", dockerfile, flags=re.MULTILINE)
+        target = service["build"].get("target") or f"server-{service['build']['args']['EXTRA']}"
+        assert re.search(rf"^FROM \S+ AS {target}$", dockerfile, flags=re.MULTILINE)
     else:
         assert re.fullmatch(r"docker\.io/\S+:v?\d+\.\d+\.\d+", service["image"])
     for source, _, read_only in mounts(service):
@@ -454,3 +160,54 @@ def test_prometheus_with_tls() -> None:
     (job,) = encrypted["scrape_configs"]
     assert (job.pop("scheme"), job.pop("tls_config")) == ("https", {"ca_file": "/tls/ca.crt"})
     assert encrypted == plain
+
+
+# systemd
+
+
+def unit_values() -> dict[str, list[str]]:
+    """Return the values of each key of the section Service. The value of an empty assignment is ""."""
+    values: dict[str, list[str]] = {}
+    (section,) = re.findall(r"^\[Service\]\n(.*?)^\[", UNIT.read_text(), re.DOTALL | re.MULTILINE)
+    for key, value in re.findall(r"^(\w+)=(.*)$", section, re.MULTILINE):
+        values.setdefault(key, []).append(value)
+    return values
+
+
+def test_the_unit_gives_the_server_its_folders() -> None:
+    """The settings exist, and name folders that systemd makes for the user of the unit."""
+    unit = unit_values()
+    (variables,) = unit["Environment"]
+    settings = environment_of({"environment": dict(word.split("=") for word in variables.split())})
+    assert settings == {"model_repository": "%S/encserve/models", "cache_dir": "%C/encserve/weights"}
+    assert settings.keys() <= DEFAULTS.keys()
+    assert unit["StateDirectory"] == unit["CacheDirectory"] == unit["User"] == ["encserve"]
+    assert unit["CacheDirectoryMode"] == ["0700"]  # the server refuses a folder that others may write
+    assert unit["ProtectSystem"] == ["strict"]
+    assert stop_seconds(DEFAULTS) < float(unit["TimeoutStopSec"][0])
+
+
+@pytest.mark.system
+def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
+    """`systemd-analyze` finds no unknown key, and rates the exposure as docs/systemd.md says."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None and "CI" not in os.environ:
+        pytest.skip("needs systemd-analyze: apt-get install systemd")
+    assert analyze is not None
+    for program in ("opt/encserve/bin/encserve-server", "bin/kill"):
+        (tmp_path / program).parent.mkdir(parents=True)
+        (tmp_path / program).touch(mode=0o755)
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    for target in ("sysinit", "basic", "shutdown", "network-online", "multi-user"):
+        (units / f"{target}.target").write_text("[Unit]\nDescription=a target of every system\n")
+    shutil.copy(UNIT, units)
+
+    def run(*arguments: str | Path) -> str:
+        done = subprocess.run([analyze, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert run("verify", "--man=no", f"--root={tmp_path}", UNIT.name) == ""
+    (exposure,) = re.findall(r"exposure level for encserve.service: ([\d.]+)", run("security", "--offline=yes", UNIT))
+    assert f"rates it {exposure} of 10" in (ROOT / "docs/systemd.md").read_text()

@@ -61,15 +61,15 @@ async def test_a_watch_survives_an_error(
 
     Without the watch, the number of slow requests would have no limit.
     """
-    original: Callable[[object], None] = getattr(kind, look)
+    original: Callable[[object], object] = getattr(kind, look)
     calls = 0
 
-    def fail_first(self: object) -> None:
+    def fail_first(self: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise KeyError("a mistake of ours")
-        original(self)
+        return original(self)
 
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(kind, look, fail_first)

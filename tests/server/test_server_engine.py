@@ -189,7 +189,7 @@ def test_parallel_batches_use_every_thread_once(
 
 def test_a_missing_cuda_provider_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    with pytest.raises(DeviceError, match=r"--device cuda: .* encserve-server\[gpu\]"):
+    with pytest.raises(DeviceError, match=r'--device cuda: .* pip install "encserve\[gpu\]"'):
         OnnxEngine(bundle.graph, device="cuda", intra_op_threads=1)
 
 

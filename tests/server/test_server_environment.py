@@ -1,6 +1,7 @@
 """Tests of environment variables: misspelled names, unknown names, and the API key, which has no flag."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ from encserve_cli.commands import cli
 from encserve_server import healthcheck
 from encserve_server.__main__ import main
 from encserve_server.environment import check_environment, distance
-from encserve_server.settings import Settings
+from encserve_server.settings import SECTIONS, Settings
 from encserve_server.telemetry import logs
 
 SETTINGS = {f"ENCSERVE_{name.upper()}" for name in Settings.__dataclass_fields__}
@@ -179,3 +180,16 @@ def test_a_key_and_a_file_exclude_each_other(start: Starts, flag: str) -> None:
 def test_logged_settings_hide_the_user_of_a_url(tmp_path: Path) -> None:
     settings = Settings(model_repository=tmp_path, trace_endpoint="https://user:secret@collector:4317")
     assert settings.in_force()["trace_endpoint"] == "https://collector:4317"
+
+
+def test_the_help_lists_the_options_under_headings() -> None:
+    """The commonest ten options come first. Each setting with a flag is under one heading, within 80 columns."""
+    shown = CliRunner().invoke(main, ["--help"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    places = [shown.index(f"\n{title}:\n") for title in SECTIONS]
+    assert places == sorted(places)
+    first = re.findall(r"^  (--[\w-]+)", shown[: places[1]], re.MULTILINE)
+    assert len(first) == 10 + len(["--version", "--help"])
+    flags = {f"--{name.replace('_', '-')}" for name in Settings.__dataclass_fields__ if name != "api_key"}
+    found = re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE)
+    assert sorted(found) == sorted([*flags, "--version", "--help"])

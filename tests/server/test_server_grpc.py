@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
+import h2.config
+import h2.connection
+import h2.events
 import pytest
 from fake_engine import FakeEngine
 from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input, refusal
@@ -16,6 +21,9 @@ from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
+CHECK = "/grpc.health.v1.Health/Check"
+# An address that no other test uses, so that a port which is free stays free.
+OTHER_ADDRESS = ("127.0.0.2", 0)
 REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
@@ -61,7 +69,7 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
             assert done, f"{len(pending)} are open"
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", own) as channel:
-            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            check: Any = channel.unary_unary(CHECK)
             # gRPC may still count connections that have just been closed.
             await check(HealthCheckRequest().SerializeToString(), wait_for_ready=True, timeout=PATIENCE_SECONDS)
         server.engine.let_go()
@@ -73,30 +81,72 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 
 async def test_connections_with_calls_stay_longer_than_silent_ones(start_server: StartServer) -> None:
-    """Beyond the limit, connections that never had a call are closed first, then those with only health checks.
+    """Beyond the limit, the connection without an accepted call is closed that has been idle for longest.
 
-    A connection with an accepted call stays the longest, even if the connection is the oldest and now idle.
+    A health check ends the idle time. A connection with an accepted call stays even if it has been idle for longest.
     """
     server = await start_server(max_connections=3)
     await server.encode([1])
     own = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", own) as channel:
-        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", own) as channel, Silent(server) as silent:
+        await silent.open(3, remaining=2)
+        check: Any = channel.unary_unary(CHECK)
         await check(b"")
-        writers = []
-        pending: set[asyncio.Task[bytes]] = set()
-        for _ in range(3):
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.app.grpc_port)
-            writers.append(writer)
-            pending.add(asyncio.create_task(reader.read()))
-            while len(pending) > 1:
-                done, pending = await asyncio.wait(
-                    pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-                assert done, f"{len(pending)} are open"
-    for writer in writers:
-        writer.close()
-    await asyncio.gather(*pending)
+        await silent.open(1, remaining=1)
+
+
+async def test_a_new_connection_may_have_the_port_of_an_earlier_one(start_server: StartServer) -> None:
+    """A new connection counts as idle since its own start, not since the last call from the same port."""
+    server = await start_server(max_connections=3)
+    port = server.app.grpc_port
+    address = await check_health(port)
+    async with Silent(server) as silent:
+        await silent.open(4, remaining=3, local_addr=OTHER_ADDRESS)
+        # After these connections, all silent connections are younger than the health check.
+        await silent.open(3, remaining=3, local_addr=OTHER_ADDRESS)
+        await silent.open(1, remaining=3, local_addr=address)
+        assert not silent.ended[-1].done()
+
+
+class Silent(AsyncExitStack):
+    """Connections that send nothing.
+
+    Attributes:
+        ended: For each connection, a task that ends when the server closes the connection.
+    """
+
+    def __init__(self, server: FakeServer) -> None:
+        super().__init__()
+        self._port = server.app.grpc_port
+        self.ended: list[asyncio.Task[bytes]] = []
+
+    async def open(self, count: int, *, remaining: int, **options: Any) -> None:
+        """Open connections, and wait until only `remaining` connections are open."""
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port, **options)
+            self.ended.append(asyncio.create_task(reader.read()))
+            self.push_async_callback(asyncio.wait_for, self.ended[-1], PATIENCE_SECONDS)
+            self.callback(writer.close)
+        await until(lambda: sum(not task.done() for task in self.ended) == remaining)
+
+
+async def check_health(port: int) -> tuple[str, int]:
+    """Make a health check, and reset the connection. Return the address of the connection, which is free again."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=OTHER_ADDRESS)
+    address: tuple[str, int] = writer.get_extra_info("sockname")
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    connection.initiate_connection()
+    fields = {":method": "POST", ":scheme": "http", ":path": CHECK, ":authority": "a", "te": "trailers"}
+    connection.send_headers(1, [*fields.items(), ("content-type", "application/grpc")])
+    connection.send_data(1, bytes(5), end_stream=True)
+    writer.write(connection.data_to_send())
+    while not any(
+        isinstance(event, h2.events.StreamEnded) for event in connection.receive_data(await reader.read(4096))
+    ):
+        pass
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    return address
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])

@@ -16,6 +16,7 @@ from waiting import PATIENCE_SECONDS, until
 from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.tei import EmbedBody
 from encserve_server.settings import Settings
+from encserve_server.system.background import TURN_BYTES
 from encserve_server.transport.http import connection as http_connection
 from encserve_server.transport.http.connection import MAX_WAITING_BYTES, Connection
 
@@ -53,14 +54,31 @@ def connected() -> tuple[Connection, FakeTransport]:
     return connection, transport
 
 
+def deliver(connection: Connection, data: bytes) -> None:
+    """Pass data to a connection, as the event loop does."""
+    left = memoryview(data)
+    while left:
+        buffer = connection.get_buffer(len(left))
+        size = min(len(buffer), len(left))
+        buffer[:size] = left[:size]
+        connection.buffer_updated(size)
+        left = left[size:]
+
+
+async def test_a_read_of_a_connection_is_bounded() -> None:
+    """The event loop reads a large body in parts, and other connections between the parts."""
+    connection, _ = connected()
+    assert len(connection.get_buffer(2**20)) == TURN_BYTES
+
+
 async def test_the_bytes_after_a_request_are_bounded() -> None:
     connection, transport = connected()
-    connection.data_received(bytes(1000))
+    deliver(connection, bytes(1000))
     connection.received(1000)
     assert not connection.has_more
-    connection.data_received(bytes(MAX_WAITING_BYTES))
+    deliver(connection, bytes(MAX_WAITING_BYTES))
     assert transport.is_reading()
-    connection.data_received(bytes(100))
+    deliver(connection, bytes(100))
     assert not transport.is_reading()
     connection.answered()
     assert not transport.is_reading()
@@ -73,12 +91,12 @@ async def test_the_bytes_after_a_request_are_bounded() -> None:
 
 async def test_a_large_body_is_read_to_its_end() -> None:
     connection, transport = connected()
-    connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+    deliver(connection, bytes(10 * MAX_WAITING_BYTES))
     assert not transport.is_reading()
     connection.wants_body()
     for _ in range(10):
         assert transport.is_reading()
-        connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+        deliver(connection, bytes(10 * MAX_WAITING_BYTES))
     connection.received(110 * MAX_WAITING_BYTES)
     assert transport.is_reading()
     assert not connection.has_more
@@ -88,9 +106,9 @@ async def test_bytes_around_chunks_are_read_slowly(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(http_connection, "_PAUSE_SECONDS", 0.0)
     connection, transport = connected()
     connection.wants_body(StreamReader(cast("Any", None), 1024))
-    connection.data_received(b"5\r\n")
+    deliver(connection, b"5\r\n")
     assert transport.is_reading()
-    connection.data_received(bytes(64 * 1024))
+    deliver(connection, bytes(64 * 1024))
     assert not transport.is_reading()
     await until(transport.is_reading)
 
@@ -98,16 +116,16 @@ async def test_bytes_around_chunks_are_read_slowly(monkeypatch: pytest.MonkeyPat
 async def test_a_refused_body_does_not_count_as_waiting() -> None:
     connection, transport = connected()
     connection.wants_body()
-    connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+    deliver(connection, bytes(10 * MAX_WAITING_BYTES))
     connection.answered()
-    connection.data_received(bytes(100))
+    deliver(connection, bytes(100))
     assert transport.is_reading()
 
 
 async def test_uncounted_blanks_do_not_stop_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_CORRECTION_SECONDS", 0.0)
     connection, transport = connected()
-    connection.data_received(bytes(3 * MAX_WAITING_BYTES))
+    deliver(connection, bytes(3 * MAX_WAITING_BYTES))
     connection.received(MAX_WAITING_BYTES)
     connection.answered()
     assert not transport.is_reading()

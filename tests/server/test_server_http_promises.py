@@ -352,5 +352,5 @@ except Exception as error:
     print(type(error).__name__, error)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
-    wanted = f"StartupError --http-port: the Python package {package} is not installed; install encserve-server[http]"
+    wanted = f'StartupError --http-port needs {package}: pip install "encserve[http]"'
     assert done.stdout.strip() == wanted, done

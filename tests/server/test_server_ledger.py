@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+from itertools import pairwise
 
 import pytest
 from fake_clock import FakeClock
@@ -130,7 +131,7 @@ async def test_a_body_with_progress_keeps_its_place(monkeypatch: pytest.MonkeyPa
     for name in ("a0", "a1", "a2", "a3"):
         await held.start(name, "a", is_stream=False)
     for _ in range(4):
-        places._look()
+        await places._look()
     for name in ("c0", "c1", "c2", "c3"):
         await held.start(name, "c")
     for _ in range(4):
@@ -149,14 +150,39 @@ async def test_a_slow_request_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     held = Held(places)
     await held.start("slow", "a", is_stream=False)
     for _ in range(4):
-        places._look()
+        await places._look()
     assert places.pool.held_by("a") == 1
     clock.advance(31.0)
-    places._look()
+    await places._look()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert isinstance(held.ended["slow"], DeadlineExpired)
     assert places.pool.held == 0
+
+
+async def test_one_slow_request_is_refused_in_each_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal costs CPU time. So hundreds of refusals at once would delay other calls."""
+    places = places_of(FakeClock(), monkeypatch, 8)
+    held, ended = Held(places), list[int]()
+    for i in range(20):
+        await held.start(f"a{i}", "a", is_stream=False)
+    for _ in range(2):
+        await places._look()
+
+    async def count_ended() -> None:
+        while True:
+            ended.append(len(held.ended))
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_ended())
+    await asyncio.sleep(0)
+    await places._look()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    counting.cancel()
+    assert (ended[0], ended[-1]) == (0, 13)  # 7 of 8 places
+    assert max(after - before for before, after in pairwise(ended)) == 1
+    await held.stop()
 
 
 async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +210,10 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
     assert len(set(turns_of_parts)) == 60
 
 
-async def test_a_new_watch_replaces_the_callers_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_watch_replaces_an_old_one_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_WATCHES", 8)
-    watches, ended = Watches(), []
+    clock = FakeClock()
+    watches, ended, tasks = Watches(clock), list[str](), list[asyncio.Task[None]]()
 
     async def watch(name: str) -> None:
         try:
@@ -195,12 +222,19 @@ async def test_a_new_watch_replaces_the_callers_oldest(monkeypatch: pytest.Monke
         except BudgetFull:
             ended.append(name)
 
-    tasks = []
-    for name in ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "b0", "a8"):
-        tasks.append(asyncio.create_task(watch(name)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert ended == ["a0", "a1"]
+    async def start(*names: str) -> None:
+        for name in names:
+            tasks.append(asyncio.create_task(watch(name)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    await start("a0", "a1", "a2", "a3", "a4", "a5", "a6")  # 7 of 8 places
+    clock.advance(29.0)
+    await start("a7", "b0", "b1")
+    assert ended == ["a7", "b1"], "a watch of 29 s ends"
+    clock.advance(1.0)
+    await start("a8", "a9", "b2")
+    assert ended == ["a7", "b1", "a0", "a1", "b2"]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

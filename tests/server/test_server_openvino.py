@@ -202,5 +202,5 @@ def test_an_engine_that_is_not_installed_is_reported_in_one_line(tmp_path: Path,
     flags = ["--engine", engine, "--model-repository", str(tmp_path / "models"), "--log-format", "text"]
     done = in_a_process(code, tmp_path, *flags, "--grpc-port", "0", "--metrics-port", "0")
     assert done.returncode == 1
-    assert re.search(rf"cannot start: .* {engine} .* encserve-server\[{extra}\]", done.stderr)
+    assert re.search(rf'cannot start: .* needs {engine}: pip install "encserve\[{extra}\]"$', done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr

@@ -191,10 +191,10 @@ def test_too_many_outputs_are_refused() -> None:
 def test_joining_needs_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without SciPy, a call that joins vectors is refused, and a model that joins vectors is not loaded."""
     monkeypatch.setattr("encserve_server.outputs.token_pooling.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(InvalidField, match=r"encserve-server\[pooling\]"):
+    with pytest.raises(InvalidField, match=r'pip install "encserve\[pooling\]"$'):
         check(OutputSpec(K.MULTI_VECTOR, pool_factor=2))
     tasks = {Task.DOCUMENT: TaskSettings("", 64, token_pooling=TokenPooling(2.0))}
-    with pytest.raises(BundleError, match=r"tiny .*encserve-server\[pooling\]"):
+    with pytest.raises(BundleError, match=r'^model tiny .*: pip install "encserve\[pooling\]"$'):
         ModelOutputs.load(replace(PLAIN, tasks=tasks), lambda *_, **__: FakeHead(1), max_vocabulary_bytes=1)
 
 

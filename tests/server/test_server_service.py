@@ -186,6 +186,53 @@ async def test_the_error_names_the_field_the_index_and_the_numbers(
     assert shared.engine.batches == batches
 
 
+LONG_TEXT, LONG_PROBLEM = "hello " * 31, "must be at most 32 tokens (max_sequence_tokens of tiny); was 33. Set truncate"
+
+
+@pytest.mark.parametrize("good", ["hello", "hello " * 30], ids=["at once", "in a thread"])
+async def test_all_refused_inputs_are_named(shared: FakeServer, good: str) -> None:
+    """The error is about the first refused input. A trailer has the errors of all refused inputs."""
+    failed = await refusal(shared.encode(good, LONG_TEXT, [1], [1000], *[good] * 40, LONG_TEXT))
+    assert failed.refused[0] == (failed.text, "SEQUENCE_TOO_LONG")
+    names = ["inputs[1].text", "inputs[3].token_ids.ids[0]", "inputs[44].text"]
+    assert [text.partition(":")[0] for text, _ in failed.refused] == names
+    assert [reason for _, reason in failed.refused] == ["SEQUENCE_TOO_LONG", "INVALID_FIELD", "SEQUENCE_TOO_LONG"]
+    assert LONG_PROBLEM in failed.refused[2][0]
+    texts = pb.TokenizeRequest(texts=[LONG_TEXT, good, LONG_TEXT], truncation=pb.TRUNCATION_REFUSE)
+    failed = await refusal(shared.call("Tokenize", texts))
+    assert [text.partition(":")[0] for text, _ in failed.refused] == ["texts[0]", "texts[2]"]
+
+
+async def test_a_later_piece_names_its_refused_inputs(shared: FakeServer) -> None:
+    failed = await refusal(shared.encode(*[[1]] * 300, [1000], [1], [-1]))
+    assert [text.partition(".")[0] for text, _ in failed.refused] == ["inputs[300]", "inputs[302]"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "most"),
+    [([[1000]] * 200, 64), ([LONG_TEXT] * 200, 64), ([[]] * 5, 5)],
+    ids=["ids", "texts", "few"],
+)
+async def test_the_names_of_refused_inputs_fit_into_the_trailers(
+    shared: FakeServer, inputs: list[Any], most: int
+) -> None:
+    """gRPC clients accept 8 KiB of trailers, names included."""
+    failed = await refusal(shared.encode(*inputs))
+    assert min(most, 30) <= len(failed.refused) <= most
+    assert sum(len(text) + len(reason) for text, reason in failed.refused) < 7 * 1024
+
+
+async def test_texts_that_are_too_large_are_named(start_server: StartServer) -> None:
+    server = await start_server(max_text_bytes=100)
+    failed = await refusal(server.encode("x" * 101, "hello", "y" * 102))
+    assert [text.partition(":")[0] for text, _ in failed.refused] == ["inputs[0].text", "inputs[2].text"]
+
+
+async def test_an_error_of_the_options_names_no_inputs(shared: FakeServer) -> None:
+    failed = await refusal(shared.call("Encode", one(pb.EncodeOptions(task=pb.TASK_QUERY))))
+    assert failed.refused == []
+
+
 async def test_bytes_that_are_not_a_message(shared: FakeServer) -> None:
     failed = await refusal(shared.call("Encode", b"\xff\xff\xff\xff"))
     assert (failed.code, failed.reason) == (INVALID, "MALFORMED_REQUEST")

@@ -30,16 +30,25 @@ class Refused(Exception):
     """A function of a test, such as `FakeEncoder.before`, raises this error to refuse a request."""
 
     def __init__(
-        self, code: grpc.StatusCode, text: str = "refused", reason: str = "", pushback: str | None = None
+        self,
+        code: grpc.StatusCode,
+        text: str = "refused",
+        reason: str = "",
+        pushback: str | None = None,
+        refused_inputs: str | None = None,
     ) -> None:
         super().__init__(text)
-        self.code, self.text, self.reason, self.pushback = code, text, reason, pushback
+        self.code, self.text, self.reason = code, text, reason
+        self.pushback, self.refused_inputs = pushback, refused_inputs
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        reason = (("encserve-error-reason", self.reason),) if self.reason else ()
-        pushback = (("grpc-retry-pushback-ms", self.pushback),) if self.pushback is not None else ()
-        return reason + pushback
+        found = {
+            "encserve-error-reason": self.reason or None,
+            "grpc-retry-pushback-ms": self.pushback,
+            "encserve-refused-inputs": self.refused_inputs,
+        }
+        return tuple((name, value) for name, value in found.items() if value is not None)
 
 
 def ids_of(item: pb.Input) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.app import App
+from encserve_server.app import App, Prepare
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import ModelOutputs
@@ -53,7 +54,7 @@ def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
 class Failed(Exception):
     """The error of a failed call: the status code, the text, encserve's reason, and the google.rpc details.
 
-    The details are stored by message type.
+    The details are stored by message type. `refused` has the text and the reason of each refused input.
     """
 
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
@@ -62,6 +63,8 @@ class Failed(Exception):
         trailers = dict(error.trailing_metadata() or ())
         self.reason = trailers.get("encserve-error-reason", "")
         self.pushback_ms = trailers.get("grpc-retry-pushback-ms")
+        refused = json.loads(trailers.get("encserve-refused-inputs", "[]"))
+        self.refused: list[tuple[str, str]] = [(it["message"], it["reason"]) for it in refused]
         self.details: dict[str, Any] = {}
         packed = trailers.get("grpc-status-details-bin")
         if packed is not None:
@@ -261,11 +264,13 @@ async def start_fake_server(
     position: str = "sinusoidal",
     prompts: Mapping[str, str] | None = None,
     load: Loader | None = None,
+    prepare: Prepare | None = None,
     **settings: Any,
 ) -> FakeServer:
     """Start a server with the models tiny@2 and tiny@1. The default model is tiny@2.
 
-    The default prompt is the first of `prompts`. Other keyword arguments are settings of the server.
+    The default prompt is the first of `prompts`. For `prepare`, see `App.start`. Other keyword arguments are settings
+    of the server.
     """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)
@@ -299,6 +304,6 @@ async def start_fake_server(
         **settings,
     }
     app = App(Settings(**chosen), load or load_fake)
-    await app.start()
+    await app.start(prepare)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=[("grpc.max_receive_message_length", -1)])
     return FakeServer(app, engine, inspector, channel)

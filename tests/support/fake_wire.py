@@ -68,6 +68,10 @@ class FakeWire:
         """See `Wire`. Only the asyncio client reads async iterables."""
         raise NotImplementedError
 
+    def has_event(self) -> bool:
+        """See `Wire`."""
+        return bool(self._events) and self._events[0][0] <= self.time
+
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`. Without an event and without a time limit, fail the test, because the wait would never end."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):

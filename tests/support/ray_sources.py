@@ -50,7 +50,7 @@ class FakeEncoder:
         rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
         output = EncodedOutput("mean", True, (Block(rows, np.ones(len(values), np.int64), None),), 0)
         result = EncodeResult("fake", "1", FACTS.fingerprint, (output,), (), Timings(0.0, 0.0, 0.0, 0.0, 0, 0), "")
-        on_batch(len(values), len(values), len(values))
+        on_batch(len(values), len(values))
         return Encoded(result, {})
 
     def stop(self) -> None:
@@ -76,14 +76,14 @@ class FakeBackend:
     together: tuple[Path, int] | None = None
     fingerprint_of: Path | None = None
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """See `Backend`."""
         if self.together is not None:
             (self.together[0] / str(os.getpid())).touch()
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
-        return LocalWorker(replace(make, kind=kind or "model"), facts, FakeEncoder(self.seconds, self.together))
+        return LocalWorker(replace(make, kind=make.kind or "model"), facts, FakeEncoder(self.seconds, self.together))
 
 
 class SmallCluster:

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from torch import nn
 
+from encserve import __version__, hub
 from encserve_export import report
 from encserve_export.bundle.store import check_target, name_from
 from encserve_export.bundle.write import Exported, Progress, Target
@@ -28,7 +29,6 @@ from encserve_export.routes.checkpoint import export_checkpoint, export_init
 from encserve_export.routes.export_module import export_module
 from encserve_export.routes.hf import ROUTES, Route, export_hf
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
-from encserve_export.source import hub
 from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
 
 _DEFAULT_VOCAB_SIZE = 32000
@@ -38,7 +38,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group()
-@click.version_option(package_name="encserve-export")
+@click.version_option(__version__, prog_name="encserve-export")
 def main() -> None:
     """Export a PyTorch or ONNX encoder as a verified model bundle, NAME/VERSION/ in a model repository."""
 
@@ -47,7 +47,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
     The export function gets a `target` and a `progress` callback. The command adds the options of the target. The
-    command prints each step on stderr, the report on stdout, and an `ExportError` without a traceback.
+    command prints each step on stderr, the report on stdout, and an error of the export without a traceback.
     """
 
     @functools.wraps(command)
@@ -74,8 +74,8 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
                     status.update(step)
 
                 exported = command(target=target, progress=progress, **given)
-        except ExportError as error:
-            raise click.ClickException(str(error)) from error
+        except (ExportError, hub.HubError) as error:
+            raise click.ClickException(printable(str(error))) from error
         report.show(exported, Console())
 
     for option in (
@@ -189,6 +189,11 @@ def hf(
         raise click.UsageError(f"no directory {source}; a model on the hub is OWNER/NAME")
     if is_directory and revision is not None:
         raise click.UsageError(f"--revision is for a model on the hub; {source} is a directory")
+    owner = source.partition("/")[0]
+    if not is_directory and revision is None and Path(owner).is_dir():  # the name is probably a typing error
+        raise ConfigError(
+            f"no directory {source}, but a directory {owner}. For the model on the hub, add --revision main"
+        )
     origin = None
     if not is_directory:
         progress(f"downloading {source}")

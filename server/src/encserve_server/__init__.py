@@ -2,8 +2,6 @@
 
 import os
 
-__version__ = "0.1.0"
-
 # NumPy reads this variable on import. Each batch has a thread, so further threads of NumPy would wait for a CPU.
 # Joining 512 vectors on two busy CPUs took 25 ms with these further threads, and 10 ms without.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -1,8 +1,8 @@
 """Builds the whole server, starts it and stops it.
 
 Start: First the metrics page, gRPC, and HTTP if it has a port. Until the models are ready, health reports NOT_SERVING.
-Then a thread verifies, loads and warms up each model. After that, health reports SERVING, and the manager watches the
-model repository.
+A caller of `App.start` may prepare bundles now, such as download and export them. Then a thread verifies, loads and
+warms up each model. After that, health reports SERVING, and the manager watches the model repository.
 
 Stop: Health reports NOT_SERVING. After a delay for load balancers, new calls are refused and open calls are answered.
 Then health watches end, and gRPC and HTTP stop. Last, schedulers and engines are closed.
@@ -14,7 +14,9 @@ Then health watches end, and gRPC and HTTP stop. Last, schedulers and engines ar
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from encserve.extras import needs
 from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.endpoints.host import Host
@@ -63,12 +66,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
+# The interval of the log lines while models are prepared.
+_PREPARING_SECONDS = 10.0
+# How long the preparation of models may take to end after SIGTERM.
+_STOP_PREPARING_SECONDS = 5.0
 # The interval at which freed memory goes back to the system. Returning 1 MiB takes about 0.1 ms.
 _TRIM_SECONDS = 5.0
 # How long the server refuses new calls before gRPC stops.
 _REFUSING_SECONDS = 0.5
 # How long gRPC waits after that for health checks and reflection.
 _STOP_SECONDS = 1.0
+
+
+# Prepares the bundles in the model repository, and passes each stage, as "downloading 61 of 90 MB", to its argument.
+# Any thread may call the argument. If the bundles cannot be prepared, it raises StartupError.
+Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
 
 
 class App:
@@ -137,12 +149,15 @@ class App:
         self._loop_watch = LoopWatch(self._clock, self.metrics.event_loop_lag_seconds.observe)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    async def start(self, prepare: Prepare | None = None) -> None:
         """Start, and return when all models are ready. From then on, the model repository is watched.
+
+        Args:
+            prepare: Prepares the bundles while the ports are open and health reports NOT_SERVING.
 
         Raises:
             StartupError: A port is in use, tracing is not available, or a bundle, the device, a TLS file or the file of
-                callers is not usable.
+                callers is not usable. Or `prepare` raised it.
         """
         logger.info("settings in force", extra={"settings": self.settings.in_force()})
         self._certificates = _open_certificates(self.settings, self.metrics)
@@ -151,6 +166,8 @@ class App:
         await self._start_metrics()
         await self._start_grpc()
         await self._start_http()
+        if prepare is not None:
+            await self._prepare(prepare)
         await self.manager.start()
         logger.info(
             "serving",
@@ -161,6 +178,19 @@ class App:
                 "models": ["@".join(model.key) for model in self.catalog.all()],
             },
         )
+
+    async def _prepare(self, prepare: Prepare) -> None:
+        """Prepare the bundles. Callers and health checks get the stage, and the log has a line every 10 s."""
+
+        def log_stage() -> None:
+            logger.info("preparing the models", extra={"stage": self.catalog.stage})
+
+        logging_task = asyncio.create_task(repeat(log_stage, _PREPARING_SECONDS, clock=self._clock))
+        try:
+            await prepare(self.catalog.set_stage)
+        finally:
+            logging_task.cancel()
+            self.catalog.set_stage("")
 
     async def stop(self) -> bool:
         """Drain and stop. Return False if something did not end, such as a stuck engine."""
@@ -241,9 +271,7 @@ class App:
                 settings.host, settings.metrics_port, self.registry, self._is_healthy, self._certificates
             )
         except OSError as error:
-            raise StartupError(
-                f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
-            ) from error
+            raise _port_error("metrics_port", settings, error) from error
         self.metrics_port = self._metrics_page.port
         loop = asyncio.get_running_loop()
         self._tasks.append(loop.create_task(self._loop_watch.run(), name="encserve-lag"))
@@ -263,8 +291,7 @@ class App:
         try:
             self.grpc_port = listen(server, settings.host, settings.grpc_port, self._certificates)
         except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.errno else error
-            raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {reason}") from error
+            raise _port_error("grpc_port", settings, error) from error
         await server.start()
         self._server = server
         watches = [
@@ -293,7 +320,7 @@ class App:
                 certificates=self._certificates,
             )
         except OSError as error:
-            raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
+            raise _port_error("http_port", settings, error) from error
         self.http_port = self._http.port
 
     async def _trim_memory(self) -> None:
@@ -319,12 +346,19 @@ class App:
         )
 
 
-async def serve(settings: Settings, log: LineWriter[str]) -> int:
+async def serve(
+    settings: Settings,
+    log: LineWriter[str],
+    prepare: Prepare | None = None,
+    on_serving: Callable[[App], None] | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         settings: The settings.
         log: The server log. Its lost lines are counted.
+        prepare: See `App.start`. It is cancelled if a signal arrives first.
+        on_serving: Called when the server serves.
 
     Returns:
         The exit status: 0 if the server started and everything ended in time.
@@ -336,16 +370,19 @@ async def serve(settings: Settings, log: LineWriter[str]) -> int:
     app = App(settings)
     log.on_lost = app.metrics.log_lines_lost.labels("server").inc
     loop.add_signal_handler(signal.SIGHUP, app.manager.look_now)
-    starting = loop.create_task(app.start())
+    starting = loop.create_task(app.start(prepare))
     stopping = loop.create_task(stop.wait())
     # A signal must stop the server at once, even if a model is still loading.
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     failed = _report_start(starting)
     if not failed:
+        if on_serving is not None and starting.done():
+            on_serving(app)
         await stopping
         logger.info("stopping", extra={"grace_seconds": settings.grace_seconds})
     starting.cancel()
     stopping.cancel()
+    await asyncio.wait((starting,), timeout=_STOP_PREPARING_SECONDS)
     return 0 if await app.stop() and not failed else 1
 
 
@@ -359,21 +396,24 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     return error is not None
 
 
+def _port_error(setting: str, settings: Settings, error: OSError | RuntimeError) -> StartupError:
+    """Return the error for a port that cannot be opened. `setting` is the name of the port's setting."""
+    number = error.errno if isinstance(error, OSError) else None
+    reason = os.strerror(number) if number else error
+    advice = "; stop the other program, or give another port" if number == errno.EADDRINUSE else ""
+    flag = f"--{setting.replace('_', '-')}"
+    return StartupError(f"{flag} {getattr(settings, setting)} on {settings.host}: {reason}{advice}")
+
+
 def _import_http() -> "tuple[ModuleType, Callable[..., Awaitable[HttpServer]]]":
     """Return the module of the protocols over HTTP, and the function that starts the HTTP server.
 
     Raises:
         StartupError: A package that HTTP needs is not installed.
     """
-    try:
+    with needs("--http-port", "http", StartupError):
         from encserve_server.protocols import over_http
         from encserve_server.transport.http.server import open_http
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("aiohttp", "msgspec", "orjson"):
-            raise
-        raise StartupError(
-            f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"
-        ) from error
     return over_http, open_http
 
 
@@ -391,18 +431,12 @@ def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | N
                 settings.host,
             )
         return None
+    files = TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
     try:
-        return Certificates(
-            TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file), metrics
-        )
+        with needs("--tls-cert-file", "tls", StartupError):
+            return Certificates(files, metrics)
     except FileError as error:
         raise StartupError(str(error)) from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "cryptography":
-            raise
-        raise StartupError(
-            f"tls_cert_file: the Python package {error.name} is not installed; install encserve-server[tls]"
-        ) from error
 
 
 def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:
@@ -413,13 +447,6 @@ def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer |
     """
     if not settings.trace_endpoint:
         return None
-    try:
+    with needs("--trace-endpoint", "tracing", StartupError):
         from encserve_server.telemetry.tracing import open_otlp
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "opentelemetry":
-            raise
-        raise StartupError(
-            "--trace-endpoint: the Python package opentelemetry is not installed completely; install "
-            "encserve-server[tracing]"
-        ) from error
     return open_otlp(settings.trace_endpoint, settings.trace_sample_ratio, clock, metrics)

@@ -17,7 +17,10 @@ _OTHER_PROGRAMS = frozenset(
     f"{PREFIX}{name}"
     for name in ("TARGET", "TIMEOUT", "TLS", "CA", "CERT", "TLS_KEY", "SERVER_NAME", "METADATA", "VERSION")
 )
-_COMMANDS = ("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "RANK", "INSPECT", "BENCH")
+_COMMANDS = (
+    *("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "RANK"),
+    *("INSPECT", "BENCH", "BUNDLE", "SERVE", "PULL"),
+)
 _OTHER_PROGRAMS_PREFIXES = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))
 # Kubernetes sets these variables in every pod if a Service is named encserve or encserve-….
 _SERVICE = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")

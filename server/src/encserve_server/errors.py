@@ -5,7 +5,7 @@ stores the wrong field as a `FieldPath`. Each protocol has a `Naming`, which giv
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, ClassVar
@@ -176,7 +176,11 @@ class RequestError(EncserveError):
     Attributes:
         field: The wrong field: a FieldPath, or the name of a field that only one protocol has. Empty for the
             whole request.
+        others: The errors of the other inputs that were checked, in the order of the inputs. None if the error is not
+            the result of a check of all inputs.
     """
+
+    others: "Sequence[RequestError] | None" = None
 
     def __init__(self, field: FieldPath | str, problem: str, /, **values: object) -> None:
         """Take the field and the problem. The problem shows the wrong value. For `values`, see the base class."""
@@ -185,8 +189,9 @@ class RequestError(EncserveError):
 
     def move(self, by: int) -> None:
         """Add `by` to the indices of inputs, because the error came from a later part of a request."""
-        self.field = _shift(self.field, by)
-        self.values = {name: _shift(value, by) for name, value in self.values.items()}
+        for error in (self, *(self.others or ())):
+            error.field = _shift(error.field, by)
+            error.values = {name: _shift(value, by) for name, value in error.values.items()}
 
     def field_name(self, naming: Naming) -> str:
         """Return the name of the field in a protocol; empty for the whole request."""

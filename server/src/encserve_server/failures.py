@@ -27,6 +27,8 @@ class Failure:
         is_request_error: Whether a retry of the same request will fail too.
         request_field: The wrong field, independent of the protocol. None if the whole request is wrong, or if only this
             protocol has the field.
+        refused: (text, reason) of each refused input, in the order of the inputs. The first one is this error. Empty if
+            the error is not the result of a check of all inputs.
     """
 
     status: Status
@@ -37,6 +39,7 @@ class Failure:
     retry_delay_s: float | None = None
     is_request_error: bool = False
     request_field: RequestField | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
@@ -48,7 +51,17 @@ def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
         return Failure(error.status, error.reason, text, problem=problem, retry_delay_s=error.retry_delay_s)
     request_field = error.field.field if isinstance(error.field, FieldPath) else None
     field = error.field_name(naming)
-    return Failure(error.status, error.reason, text, field, problem, is_request_error=True, request_field=request_field)
+    refused = () if error.others is None else (error, *error.others)
+    return Failure(
+        error.status,
+        error.reason,
+        text,
+        field,
+        problem,
+        is_request_error=True,
+        request_field=request_field,
+        refused=tuple((_shorten(it.text(naming)), it.reason) for it in refused),
+    )
 
 
 def _shorten(text: str) -> str:

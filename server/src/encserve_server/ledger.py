@@ -30,7 +30,8 @@ _LARGE_SHARE = 3
 SMALL_BYTES = 256 * 1024
 # The retry delay if a pool is full. Most replies are sent within a second.
 RETRY_SECONDS = 1.0
-# The time in which a request must arrive. A stream without progress for this time can lose its place to another call.
+# The time in which a request must arrive. A stream without progress for this time, or a health watch of this age, can
+# lose its place to another call.
 ARRIVAL_SECONDS = 30.0
 # An HTTP body gets one more second for each 64 KiB that has arrived.
 BYTES_PER_SECOND = 64 * 1024
@@ -38,8 +39,8 @@ BYTES_PER_SECOND = 64 * 1024
 # requests are complete at the first look.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
-# The pause between two chunks of different bodies. Tiny chunks cost much CPU time; the pause leaves half for other
-# calls.
+# The pause between two parts of different bodies, and after the refusal of a slow request. Tiny parts and refusals cost
+# much CPU time; the pause leaves half for other calls.
 _PAUSE_SECONDS = 0.001
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
@@ -206,7 +207,7 @@ class Arrival:
         self.seconds += size / BYTES_PER_SECOND
 
     async def next_turn(self) -> None:
-        """Let the event loop do other work. In each turn of the loop, only one body continues.
+        """Let the event loop do other work, before a part of a body. In each turn of the loop, only one body continues.
 
         If many bodies arrive, a pause comes before each turn. So other calls need not wait for all bodies.
         """
@@ -272,20 +273,28 @@ class Places:
         """End requests that arrive too slowly, until cancelled."""
         await repeat(self._look, LOOK_SECONDS, clock=self.clock)
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
+        """Give places to slow requests, and end requests that must end. In each turn of the loop, only one ends."""
         self.looks += 1
-        now = self.clock.now()
         for it in [it for it in self.arrivals if it.look is not None]:
-            if not it.has_place and self.looks - (it.look or 0) > _PROMPT_LOOKS:
-                try:
-                    self.take_place(it)
-                except BudgetFull as error:
-                    it.end(error)
-            elif it.has_place and self._draining.is_set():  # the rest of the request may never arrive
-                it.end(Draining())
-            elif it.began + it.seconds <= now:
-                came = f"; {it.size} bytes came" if it.size else ""
-                it.end(DeadlineExpired(f"the request did not arrive within {it.seconds:.0f} s{came}"))
+            error = self._check(it) if it in self.arrivals else None
+            if error is not None:
+                it.end(error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _check(self, arrival: Arrival) -> EncserveError | None:
+        """Give a request a place if it is slow. Return an error if the request must end."""
+        if not arrival.has_place and self.looks - (arrival.look or 0) > _PROMPT_LOOKS:
+            try:
+                self.take_place(arrival)
+            except BudgetFull as error:
+                return error
+        elif arrival.has_place and self._draining.is_set():  # the rest of the request may never arrive
+            return Draining()
+        elif arrival.began + arrival.seconds <= self.clock.now():
+            came = f"; {arrival.size} bytes came" if arrival.size else ""
+            return DeadlineExpired(f"the request did not arrive within {arrival.seconds:.0f} s{came}")
+        return None
 
     def take_place(self, arrival: Arrival) -> None:
         """Give an arrival a place. If no place is free, end another holder if possible.
@@ -366,12 +375,16 @@ def connections_to_close(connections: Collection[AnyConnection], count: int) -> 
 
 
 class Watches:
-    """The health watches of all callers. If an account has no room for a new watch, its oldest watch ends."""
+    """The health watches of all callers.
 
-    def __init__(self) -> None:
+    If an account has no room for a new watch, the oldest watch of the account ends if it began at least 30 s ago.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         """Start without watches."""
+        self._clock = clock
         self._pool = Pool(MAX_WATCHES)
-        self._tasks: dict[str, dict[_Task, None]] = {}
+        self._began: dict[str, dict[_Task, float]] = {}  # by account: the tasks of its watches, the oldest first
 
     @contextlib.contextmanager
     def hold(self, account: str) -> Iterator[None]:
@@ -380,19 +393,19 @@ class Watches:
         Raises:
             BudgetFull: There are too many watches, or a newer watch of the same account needs the room.
         """
-        task, tasks = current_task(), self._tasks.setdefault(account, {})
+        task, now = current_task(), self._clock.now()
         if not self._pool.has_room(account, 1):
-            if not tasks:
+            oldest, began = next(iter(self._began.get(account, {}).items()), (task, now))
+            if began + ARRIVAL_SECONDS > now:
                 raise self._too_many(account)
-            oldest = next(iter(tasks))
             self._remove(account, oldest)
             oldest.cancel()
-        tasks[task] = None
+        self._began.setdefault(account, {})[task] = now
         self._pool.add(account, 1)
         try:
             yield
         except asyncio.CancelledError:
-            if task in self._tasks.get(account, ()):  # the caller closed the watch
+            if task in self._began.get(account, ()):  # the caller closed the watch
                 raise
             task.uncancel()
             raise self._too_many(account) from None
@@ -400,16 +413,16 @@ class Watches:
             self._remove(account, task)
 
     def _remove(self, account: str, task: _Task) -> None:
-        tasks = self._tasks.get(account, {})
-        if task in tasks:
-            del tasks[task]
+        began = self._began.get(account, {})
+        if task in began:
+            del began[task]
             self._pool.add(account, -1)
-        if not tasks:
-            self._tasks.pop(account, None)
+        if not began:
+            self._began.pop(account, None)
 
     def _too_many(self, account: str) -> BudgetFull:
         held = self._pool.held_by(account)
-        return BudgetFull(f"{held} health watches of this caller are open, and a newer one needs room", RETRY_SECONDS)
+        return BudgetFull(f"{held} health watches of this caller are open: open fewer watches", RETRY_SECONDS)
 
 
 def current_task() -> _Task:

@@ -15,17 +15,34 @@ from typing import Any, Literal
 
 MIB = 1024 * 1024
 
+# The headings of the help, in order.
+SECTIONS = (
+    "Options",
+    "Models",
+    "Callers and encryption",
+    "Batches and threads",
+    "Limits",
+    "HTTP and other protocols",
+    "Inspections",
+    "Restarts and shutdown",
+    "Logs and traces",
+)
+
 
 def _setting(
     default: Any,
     text: str,
     *,
+    section: str,
     minimum: float | None = None,
     maximum: float | None = None,
     is_secret: bool = False,
 ) -> Any:
-    """Return a dataclass field with its help text and bounds. A secret has no flag and is never printed."""
-    metadata = {"help": text, "minimum": minimum, "maximum": maximum, "is_secret": is_secret}
+    """Return a dataclass field with its help text, the heading of the help, and bounds.
+
+    A secret has no flag and is never printed.
+    """
+    metadata = {"help": text, "section": section, "minimum": minimum, "maximum": maximum, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
 
 
@@ -34,12 +51,16 @@ class Settings:
     """The settings of the server. Each field has its help text in the code."""
 
     model_repository: Path = dataclasses.field(
-        metadata={"help": "Directory of model bundles, in folders NAME/VERSION. encserve-export writes these folders."}
+        metadata={
+            "help": "Directory of model bundles, in folders NAME/VERSION. encserve-export writes these folders.",
+            "section": "Options",
+        }
     )
     model: tuple[str, ...] = _setting(
         (),
         "Model to serve: NAME for its newest version, or NAME@VERSION. May be given several times; the first model is "
         "the default. Without this setting, all models in the repository are served.",
+        section="Options",
     )
     cache_dir: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
@@ -48,6 +69,7 @@ class Settings:
         "disk space of the weights. The folder must not be in memory (tmpfs). If the folder is not usable, for example "
         "because another user may write to it, the server logs this, and each session has a copy of the weights. off "
         "disables the folder. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
+        section="Models",
     )
     latest_versions: int = _setting(
         1,
@@ -55,6 +77,7 @@ class Settings:
         "and the newest is the default. With more than 1, callers can still use an older version after a new version "
         "is added. Each version takes memory.",
         minimum=1,
+        section="Models",
     )
     model_poll_seconds: float = _setting(
         10.0,
@@ -62,51 +85,65 @@ class Settings:
         "row find the same files; the old version is served until the new version is ready. With 0, the server checks "
         "only at SIGHUP. SIGHUP always loads at once.",
         minimum=0,
+        section="Models",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
         "Device for the models. With cuda, the server does not start if CUDA cannot be loaded. In this case, auto uses "
         "the CPU; the log and encserve_model_info show the device in use.",
+        section="Options",
     )
     engine: Literal["onnxruntime", "openvino"] = _setting(
         "onnxruntime",
-        "Library that runs the models. openvino runs only on the CPU and needs encserve-server[openvino].",
+        "Library that runs the models. openvino runs only on the CPU and needs encserve[openvino].",
+        section="Options",
     )
     precision: Literal["model", "float32", "bfloat16"] = _setting(
         "model",
         "Number type in which the models compute. model means the type of the bundle. bfloat16 needs --engine openvino "
         "and a CPU with AVX512-BF16 or AMX; vectors then differ from float32 by about 1 % of their norm. If the "
         "precision is not available, the server does not start.",
+        section="Models",
     )
     host: str = _setting(
         "127.0.0.1",
         "Address for gRPC, HTTP and metrics. The default is loopback, because by default callers are not "
         "authenticated. Use 0.0.0.0 in a container.",
+        section="Options",
     )
-    grpc_port: int = _setting(50051, "Port for gRPC; 0 means a free port.", minimum=0, maximum=65535)
+    grpc_port: int = _setting(50051, "Port for gRPC; 0 means a free port.", minimum=0, maximum=65535, section="Options")
     metrics_port: int = _setting(
-        9464, "Port for /metrics and /healthz over HTTP; 0 means a free port.", minimum=0, maximum=65535
+        9464,
+        "Port for /metrics and /healthz over HTTP; 0 means a free port.",
+        minimum=0,
+        maximum=65535,
+        section="Options",
     )
     http_port: int | None = _setting(
         None,
         "Port for embeddings over HTTP, for example with the API of OpenAI or text-embeddings-inference "
-        "(docs/http.md); 0 means a free port. Needs encserve-server[http]. Default: no HTTP.",
+        "(docs/http.md); 0 means a free port. Needs encserve[http]. Default: no HTTP.",
         minimum=0,
         maximum=65535,
+        section="Options",
     )
     tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "PEM file with the certificate of the server and the intermediate certificates. With it, gRPC, HTTP and the "
         "metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it changes. Needs "
-        "encserve-server[tls]. Default: plaintext.",
+        "encserve[tls]. Default: plaintext.",
+        section="Callers and encryption",
     )
     tls_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
-        None, "PEM file with the private key for --tls-cert-file, without a password."
+        None,
+        "PEM file with the private key for --tls-cert-file, without a password.",
+        section="Callers and encryption",
     )
     tls_client_ca_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "PEM file with the certificate authorities of the callers. With it, callers of gRPC, HTTP and /metrics need a "
         "certificate from one of these authorities; /healthz needs none. Default: callers need no certificate.",
+        section="Callers and encryption",
     )
     max_batch_tokens: int | None = _setting(
         None,
@@ -115,20 +152,25 @@ class Settings:
         "next caller waits longer. Default: measured when the model is loaded for the first time, and stored next to "
         "its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
+        section="Batches and threads",
     )
     tune_batches: bool = _setting(
         True,
         "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine. This "
         "takes a few seconds. If the machine is too busy for the measurement, the default of --no-tune-batches is "
         "used.",
+        section="Batches and threads",
     )
-    max_batch_sequences: int = _setting(256, "Maximum number of sequences in a batch, of any length.", minimum=1)
+    max_batch_sequences: int = _setting(
+        256, "Maximum number of sequences in a batch, of any length.", minimum=1, section="Batches and threads"
+    )
     max_padding_fraction: float | None = _setting(
         None,
         "Maximum fraction of padding in a batch. A low value computes less padding, a high value needs fewer batches. "
         "Default: 0.25 on the CPU, 0.5 on CUDA.",
         minimum=0,
         maximum=1,
+        section="Batches and threads",
     )
     max_queue_tokens: int = _setting(
         65536,
@@ -136,19 +178,24 @@ class Settings:
         "Then all requests are refused until a quarter of the queue is free, so that short requests do not keep out "
         "long ones. The setting limits the waiting time; a low value refuses bursts that the server could serve.",
         minimum=1,
+        section="Limits",
     )
     max_request_sequences: int = _setting(
         2048,
         "Maximum number of inputs in one request. A request with many inputs or long inputs runs in parts, and takes "
         "at most a quarter of the queue.",
         minimum=1,
+        section="Limits",
     )
-    max_text_bytes: int = _setting(256 * 1024, "Maximum length of a text, in bytes of UTF-8.", minimum=1)
+    max_text_bytes: int = _setting(
+        256 * 1024, "Maximum length of a text, in bytes of UTF-8.", minimum=1, section="Limits"
+    )
     max_queue_text_mib: int = _setting(
         16,
         "Maximum size of the texts that wait for the tokenizer, per model, in MiB. More texts are refused with "
         "RESOURCE_EXHAUSTED.",
         minimum=1,
+        section="Limits",
     )
     max_vocabulary_mib: int = _setting(
         512,
@@ -156,6 +203,7 @@ class Settings:
         "token has a number for each entry of the vocabulary. Concurrent batches share this memory. A low value splits "
         "batches into more and smaller parts.",
         minimum=1,
+        section="Limits",
     )
     max_request_mib: int = _setting(
         4,
@@ -163,14 +211,18 @@ class Settings:
         "limits this wait.",
         minimum=1,
         maximum=1024,
+        section="Limits",
     )
-    max_http_request_mib: int = _setting(8, "Maximum size of an HTTP request body, in MiB.", minimum=1, maximum=1024)
+    max_http_request_mib: int = _setting(
+        8, "Maximum size of an HTTP request body, in MiB.", minimum=1, maximum=1024, section="Limits"
+    )
     max_response_mib: int = _setting(
         64,
         "Maximum size of a reply, in MiB. A request with a larger reply is refused, if possible before the model runs. "
         "gRPC clients must accept messages of this size; the Python client does.",
         minimum=1,
         maximum=1024,
+        section="Limits",
     )
     max_in_flight_mib: int | None = _setting(
         None,
@@ -179,35 +231,46 @@ class Settings:
         "memory that this process may use, at most 1024, but at least the size of the largest request and the largest "
         "reply.",
         minimum=1,
+        section="Limits",
     )
     max_connections: int = _setting(
         1000,
         "Maximum number of open connections on the gRPC port, and also on the HTTP port. A new connection beyond the "
         "limit closes an idle connection.",
         minimum=1,
+        section="Limits",
     )
     max_stream_in_flight: int = _setting(
-        64, "Maximum number of requests of one stream that are read and not yet answered.", minimum=1
+        64,
+        "Maximum number of requests of one stream that are read and not yet answered.",
+        minimum=1,
+        section="Limits",
     )
     inspect: bool = _setting(
         True,
         "Whether to answer Inspect. The first call loads a second graph, which takes about as much memory as the "
         "model. The second graph runs in a separate thread.",
+        section="Inspections",
     )
     max_inspect_tokens: int = _setting(
         256,
         "Maximum length of a sequence for Inspect, in tokens. The size of attention weights grows with the square of "
         "the length: with 12 layers of 12 heads, 256 tokens give 38 MB and 512 tokens 151 MB.",
         minimum=1,
+        section="Inspections",
     )
     max_inspections: int = _setting(
         4,
         "Maximum number of open inspections, per model. An inspection is open while it waits, runs or sends its reply. "
         "More inspections are refused with RESOURCE_EXHAUSTED.",
         minimum=1,
+        section="Inspections",
     )
     intra_op_threads: int | None = _setting(
-        None, "Threads that run batches on the CPU. Default: one for each CPU that this process may use.", minimum=1
+        None,
+        "Threads that run batches on the CPU. Default: one for each CPU that this process may use.",
+        minimum=1,
+        section="Batches and threads",
     )
     parallel_batches: int | None = _setting(
         None,
@@ -215,18 +278,23 @@ class Settings:
         "them, and a single batch uses all threads. A higher value uses the CPU better if many requests wait. Above 1, "
         "the weights are in memory twice if --cache-dir is off. Default: one for each thread, at most 8; on CUDA 2.",
         minimum=1,
+        section="Batches and threads",
     )
-    tokenizer_threads: int = _setting(1, "Threads that tokenize. Each text is tokenized by one thread.", minimum=1)
+    tokenizer_threads: int = _setting(
+        1, "Threads that tokenize. Each text is tokenized by one thread.", minimum=1, section="Batches and threads"
+    )
     grace_seconds: float = _setting(
         25.0,
         "Seconds after SIGTERM in which open requests can finish. Use less than the orchestrator's kill timeout.",
         minimum=0,
+        section="Restarts and shutdown",
     )
     drain_delay_seconds: float = _setting(
         0.0,
         "Seconds after SIGTERM in which the server still accepts requests. Health already reports NOT_SERVING, so that "
         "load balancers can stop sending requests. --grace-seconds begin after this delay.",
         minimum=0,
+        section="Restarts and shutdown",
     )
     max_connection_age_seconds: float | None = _setting(
         None,
@@ -234,6 +302,7 @@ class Settings:
         "finish on the old connection. Some clients balance over the addresses of a DNS name. These clients find new "
         "servers only when they connect. Default: no limit.",
         minimum=1,
+        section="Restarts and shutdown",
     )
     http_idle_seconds: float = _setting(
         620.0,
@@ -241,78 +310,99 @@ class Settings:
         "proxy in front of the server. Otherwise a proxy may send a request just when the server closes the "
         "connection, and the request is lost.",
         minimum=1,
+        section="HTTP and other protocols",
     )
     stall_seconds: float = _setting(
         60.0,
         "Seconds that one batch may run before health reports NOT_SERVING. Time in which the whole process is "
         "suspended, such as after SIGSTOP, does not count.",
         minimum=0.1,
+        section="Restarts and shutdown",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Minimum level of log lines to write.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", "Minimum level of log lines to write.", section="Options"
+    )
     log_format: Literal["json", "text"] = _setting(
-        "json", "Format of log lines: one JSON object for each line, or text for people."
+        "json",
+        "Format of log lines: one JSON object for each line, or text for people.",
+        section="Logs and traces",
     )
     trace_endpoint: str | None = _setting(
         None,
         "Address to which traces are sent by OTLP over gRPC: http://HOST:PORT, or https:// for TLS. Needs "
-        "encserve-server[tracing]. Default: no tracing.",
+        "encserve[tracing]. Default: no tracing.",
+        section="Logs and traces",
     )
     trace_sample_ratio: float = _setting(
         1.0,
         "Fraction of requests to trace, from 0 to 1. If a caller sends a traceparent, its sampled flag decides.",
         minimum=0,
         maximum=1,
+        section="Logs and traces",
     )
     http_truncate: bool = _setting(
         True,
         "Whether HTTP truncates texts that are too long, or refuses them. A request can override the setting.",
+        section="HTTP and other protocols",
     )
     strict_http: bool = _setting(
         False,
         "Whether HTTP refuses fields that the route does not know. Otherwise it ignores them, with one warning in the "
         "log for each field name.",
+        section="HTTP and other protocols",
     )
     served_model_name: tuple[str, ...] = _setting(
         (),
         "Another name for a model, as ALIAS=NAME or ALIAS=NAME@VERSION; may be given several times. If a model was "
         "exported from the Hugging Face hub, its hub id is always a name.",
+        section="Models",
     )
     accept_any_model_name: bool = _setting(
-        False, "Whether any model name is accepted if only one model is served. For tools with a fixed model name."
+        False,
+        "Whether any model name is accepted if only one model is served. For tools with a fixed model name.",
+        section="Models",
     )
     cors_allow_origin: tuple[str, ...] = _setting(
         (),
         "Origin of web pages that may call the HTTP port from a browser, such as https://example.org, or * for all; "
         "may be given several times. Default: none.",
+        section="HTTP and other protocols",
     )
     open_inference: bool = _setting(
         True,
         "Whether to serve the Open Inference Protocol v2 on the gRPC port and on the HTTP port, for the clients of "
         "KServe, Triton and MLServer.",
+        section="HTTP and other protocols",
     )
     reflection: bool = _setting(
-        True, "Whether to serve gRPC reflection, so that tools such as grpcurl need no .proto file."
+        True,
+        "Whether to serve gRPC reflection, so that tools such as grpcurl need no .proto file.",
+        section="HTTP and other protocols",
     )
     api_key: str | None = _setting(
         None,
         "The key that every call must present, as `authorization: Bearer`, `api-key` or `x-api-key` (docs/callers.md). "
         "Default: no key is needed.",
         is_secret=True,
+        section="Callers and encryption",
     )
     api_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "File with the key that every call must present, or with several keys, one on each line. The file is reloaded "
         "when it changes. Use this setting or ENCSERVE_API_KEY, not both.",
+        section="Options",
     )
     callers: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "TOML file of callers, with the keys, certificates, models and rate of each caller (docs/callers.md). The file "
         "is reloaded when it changes. Use this setting or a single key, not both.",
+        section="Callers and encryption",
     )
     public_listing: bool = _setting(
         False,
         "Whether callers may list models and services without a key: reflection, ListModels, GetModel, /v1/models, "
         "/info, /docs, and the metadata of the Open Inference Protocol. Health never needs a key.",
+        section="Callers and encryption",
     )
     trust_fairness_id: bool = _setting(
         False,
@@ -320,11 +410,13 @@ class Settings:
         "128 names. With --callers, the server accepts the header only from callers with proxy = true. Without "
         "--callers, it accepts the header from all callers. Then use the setting only if all calls come through a "
         "proxy that sets the header.",
+        section="Callers and encryption",
     )
     access_log: bool = _setting(
         False,
         "Whether to write a line with a JSON object to standard output for each call. Otherwise only refused and "
         "failed calls are logged, at most one line per second for each caller and reason.",
+        section="Logs and traces",
     )
 
     def __post_init__(self) -> None:

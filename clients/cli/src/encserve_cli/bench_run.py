@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from encserve import __version__
 from encserve_cli.load.calls import Request
 from encserve_cli.load.generator import run_load
 from encserve_cli.load.lengths import read_lengths, real_text_lengths
@@ -168,7 +168,7 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "started_at": started_at.isoformat(timespec="seconds"),
-        "encserve_cli_version": version("encserve-cli"),
+        "encserve_cli_version": __version__,
         "target": target,
         "model": {name: getattr(info, name) for name in _MODEL_FIELDS},
         "workload": {

@@ -1,19 +1,24 @@
 """The options of `encserve`, and the commands `encode` and `models`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from encserve import __version__
 from encserve_cli.bench import bench
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs
+from encserve_cli.files.command import prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
+from encserve_cli.pull import pull
 from encserve_cli.rank import rank
+from encserve_cli.repository import bundle
 from encserve_cli.retrieval import embed, similarity
+from encserve_cli.serve import serve
 from encserve_cli.shared import (
     STOPPED,
     SectionCommand,
@@ -26,7 +31,7 @@ from encserve_cli.shared import (
 from encserve_cli.tokens import tokenize
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Task
+    from encserve_client import EncoderClient
 
 
 class _Group(click.Group):
@@ -57,10 +62,10 @@ class _Group(click.Group):
     },
 )
 @connection_options
-@click.version_option(package_name="encserve-cli", prog_name="encserve")
+@click.version_option(__version__, prog_name="encserve")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Get vectors from an encserve server."""
+    """Serve encoder models, and get vectors from a server."""
     context.with_resource(warnings_in_one_line())
 
 
@@ -72,19 +77,7 @@ def cli(context: click.Context) -> None:
 @text_options
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
 @makes_jobs
-@with_client
-def encode(
-    client: "EncoderClient",
-    sources: Sources,
-    model: str | None,
-    model_version: str | None,
-    as_json: bool,
-    task: "Task | None",
-    prompt_name: str | None,
-    truncate: bool,
-    printing: Printing,
-    exclude_special: bool,
-) -> None:
+def encode(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Print one vector per token of each TEXT.
 
     \b
@@ -97,21 +90,9 @@ def encode(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files. The rows are in the order of the inputs.
     After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
-    from encserve_cli.files.delivery import deliver, run_of
+    from encserve_cli.job.command import run_embedding  # imports pyarrow, which is slow
 
-    run = run_of(
-        client,
-        "tokens",
-        sources,
-        printing,
-        model=model,
-        version=model_version,
-        truncate=truncate,
-        exclude_special_tokens=exclude_special,
-        prompt_name=prompt_name,
-        task=task,
-    )
-    deliver(run, sources, printing, as_json, client.close)
+    run_embedding(given, options)
 
 
 @cli.command(cls=SectionCommand)
@@ -129,9 +110,12 @@ def models(client: "EncoderClient", as_json: bool) -> None:
         render.print_models(loaded)
 
 
+cli.add_command(serve)
+cli.add_command(pull)
 cli.add_command(embed)
 cli.add_command(tokenize)
 cli.add_command(similarity)
 cli.add_command(rank)
 cli.add_command(inspect)
 cli.add_command(bench)
+cli.add_command(bundle)

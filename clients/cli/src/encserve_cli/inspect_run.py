@@ -42,16 +42,14 @@ def run(
         as_json: Whether to print JSON.
 
     Raises:
-        EncserveError: The server is not reachable, or refuses the input.
-        ValueError: The model does not take such an input, or does not have a layer.
+        EncserveError: The server is not reachable, refuses the input, or the model does not have a layer.
+        ValueError: The model does not take such an input.
         OSError: The page cannot be written.
     """
     text = source.value if isinstance(source.value, str) else None
     info = client.model(options["model"], options["version"])
     _check_input(source, info)
     selected = None if layers is None else sorted(set(layers))
-    if selected and info.n_layers and selected[-1] >= info.n_layers:
-        raise ValueError(f"--layers must be from 0 to {info.n_layers - 1}; was {selected[-1]}")
     result = client.inspect(
         source.value,
         attention=True if selected is None else selected,

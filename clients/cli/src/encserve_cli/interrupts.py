@@ -58,10 +58,10 @@ class Interrupts:
     @staticmethod
     @contextmanager
     def cleanup(clean: Callable[[], object]) -> Iterator[None]:
-        """Take a function that removes an unfinished file, for as long as the block runs.
+        """Register a function that removes an unfinished file, while the block runs.
 
-        The function runs if a signal ends the process, because no `finally` runs then. In a Python program that is not
-        `encserve`, the function never runs.
+        If a signal ends the process, no `finally` runs, but this function runs. Python programs other than `encserve`
+        never call the function.
         """
         context = click.get_current_context(silent=True)
         found: Interrupts | None = None if context is None else context.meta.get(_META)

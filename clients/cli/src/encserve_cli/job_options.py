@@ -47,14 +47,13 @@ _FOLDER: _Options = {
         "metavar": "I/N",
         "help": "Do only share I of N, with I from 0 to N-1. N commands do the job together, as in a Slurm array.",
     },
-    "--dry-run": {"is_flag": True, "help": "Show the plan and the estimated time. Write nothing."},
 }
 # The options of the engine have the same names as in encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
         "help": "Run this model without a server: the folder of a bundle or of its versions, the folder of a "
-        "checkpoint, or OWNER/NAME on the hub. Needs encserve-server. Checkpoints also need encserve-export.",
+        "checkpoint, or OWNER/NAME on the hub. Needs encserve[cpu]. Checkpoints also need encserve[export].",
     },
     "--engine": {
         "type": click.Choice(["onnxruntime", "openvino"]),
@@ -117,7 +116,10 @@ _NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options
 
 
 def makes_jobs(command: Command) -> Command:
-    """Add the options of jobs to a command. If --output is a folder, a job runs instead of the command."""
+    """Add the options of jobs to a command.
+
+    The command gets two arguments: the given options of jobs, and all other options, both by name.
+    """
 
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
@@ -125,16 +127,7 @@ def makes_jobs(command: Command) -> Command:
         found = {name: options.pop(name) for name in _NAMES}
         given = {name: its for name, its in found.items() if its is not None and its is not False and its != ()}
         _check(given, options)
-        if options["printing"].folder is not None:
-            from encserve_cli.job.command import run_job  # imports pyarrow, which is slow
-
-            run_job(given, options)
-        elif "bundle" in given:
-            from encserve_cli.job.command import deliver_from_bundle
-
-            deliver_from_bundle(given, options)
-        else:
-            command(**options)
+        command(given, options)
 
     return with_options(
         wrapper,
@@ -166,8 +159,6 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         raise click.UsageError("--overwrite or --add-inputs: a job begins again, or goes on")
     if "shard" in given and ("overwrite" in given or "ray" in given):
         raise click.UsageError("--shard is for commands that run together: leave out --overwrite and --ray")
-    if "dry_run" in given and "ray" in given:
-        raise click.UsageError("--dry-run runs a sample in this process: leave out --ray")
 
 
 def _check_absent(given: Mapping[str, Any], flags: Iterable[str], problem: str) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import click
@@ -14,10 +14,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from encserve_client import Progress
-
 Clock = Callable[[], float]
-Count = Callable[[int], None]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
@@ -34,7 +31,6 @@ class JobProgress:
         parts: The number of finished parts.
         rejected: The number of rejected rows.
         tokens: The number of tokens that this run computed, without padding.
-        padding: The share of padding in this run's tokens, from 0 to 1; None if unknown.
         seconds: The duration of this run so far.
         rows_before: The number of rows from earlier runs.
     """
@@ -44,7 +40,6 @@ class JobProgress:
     parts: int
     rejected: int
     tokens: int
-    padding: float | None
     seconds: float
     rows_before: int = 0
 
@@ -73,10 +68,7 @@ class ProgressCounter:
     """Counts the work of a run, and reports the progress after each count. Any thread may count.
 
     Attributes:
-        rows: The number of rows in finished parts.
-        parts: The number of finished parts.
-        rejected: The number of rejected rows.
-        tokens: The number of tokens that this run computed, without padding.
+        progress: The progress at the last count.
     """
 
     def __init__(
@@ -89,71 +81,43 @@ class ProgressCounter:
         rejected: int = 0,
     ) -> None:
         """Begin a run. `rows`, `parts` and `rejected` count the work of earlier runs."""
-        self.rows = rows
-        self.parts = parts
-        self.rejected = rejected
-        self.tokens = 0
-        self._total_rows = total_rows
+        self.progress = JobProgress(rows, total_rows, parts, rejected, tokens=0, seconds=0.0, rows_before=rows)
         self._on_progress = on_progress
-        self._lock = threading.Lock()
-        self._report_lock = threading.Lock()  # so that reports are in the order of their counts
+        self._lock = threading.Lock()  # held during a report, so that reports are in the order of their counts
         self._began = time.monotonic()
-        self._rows_before = rows
-        self._batch_rows = self._padded_tokens = 0
+        self._part_rows = rows
+        self._batch_rows = 0
 
-    @property
-    def seconds(self) -> float:
-        """The duration of this run so far."""
-        return time.monotonic() - self._began
-
-    def count_batch(self, rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+    def count_batch(self, rows: int, tokens: int) -> None:
         """Count encoded rows and their tokens. 0 tokens if unknown."""
+        self._count(batch_rows=rows, tokens=tokens)
+
+    def count_part(self, rows: int, rejected: int) -> JobProgress:
+        """Count a written part, and return the progress."""
+        return self._count(part_rows=rows, rejected=rejected, parts=1)
+
+    def report(self) -> JobProgress:
+        """Report the progress so far, and return it."""
+        return self._count()
+
+    def _count(
+        self, *, batch_rows: int = 0, part_rows: int = 0, parts: int = 0, rejected: int = 0, tokens: int = 0
+    ) -> JobProgress:
         with self._lock:
-            self._batch_rows += rows
-            self.tokens += tokens
-            self._padded_tokens += padded_tokens
-        self.report()
-
-    def count_part(self, rows: int, rejected: int) -> None:
-        """Count a written part."""
-        with self._lock:
-            self.parts += 1
-            self.rows += rows
-            self.rejected += rejected
-        self.report()
-
-    def report(self) -> None:
-        """Report the progress so far."""
-        if self._on_progress is None:
-            return
-        with self._report_lock:
-            with self._lock:
-                progress = JobProgress(
-                    rows=max(self.rows, self._rows_before + self._batch_rows),
-                    total_rows=self._total_rows,
-                    parts=self.parts,
-                    rejected=self.rejected,
-                    tokens=self.tokens,
-                    padding=1 - self.tokens / self._padded_tokens if self._padded_tokens else None,
-                    seconds=self.seconds,
-                    rows_before=self._rows_before,
-                )
-            self._on_progress(progress)
-
-
-def counting(count: Count) -> Progress:
-    """Return a `Progress` for a client's call. It calls `count` with the number of newly finished inputs.
-
-    After a failed attempt it calls `count` with 0, so that `count` can stop the call.
-    """
-    counted = 0
-
-    def progress(done: int, _: int | None) -> None:
-        nonlocal counted
-        count(max(done - counted, 0))
-        counted = max(done, counted)
-
-    return progress
+            self._batch_rows += batch_rows
+            self._part_rows += part_rows
+            before = self.progress
+            self.progress = replace(
+                before,
+                rows=max(self._part_rows, before.rows_before + self._batch_rows),
+                parts=before.parts + parts,
+                rejected=before.rejected + rejected,
+                tokens=before.tokens + tokens,
+                seconds=time.monotonic() - self._began,
+            )
+            if self._on_progress is not None:
+                self._on_progress(self.progress)
+            return self.progress
 
 
 class _BarConsole(Console):
@@ -183,7 +147,7 @@ def shown_progress(
         with _bar(console, total_rows, unit) as show:
             yield show
     else:
-        log = lambda it: click.echo(_log_line(it, unit), err=True)  # noqa: E731
+        log = lambda it: click.echo(_line(it, unit), err=True)  # noqa: E731
         yield _every(_LOG_SECONDS, log, clock, first_at=clock() + _LOG_SECONDS)
 
 
@@ -208,7 +172,7 @@ def _bar(console: Console, total_rows: int | None, unit: str) -> Iterator[OnProg
     columns = (BarColumn(None, table_column=Column(ratio=1)), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("", total=total_rows)
-        yield lambda it: bar.update(task, completed=it.rows, description=", ".join(_bar_facts(it, unit)))
+        yield lambda it: bar.update(task, completed=it.rows, description=_line(it, unit))
 
 
 def as_record(progress: JobProgress) -> dict[str, object]:
@@ -217,34 +181,17 @@ def as_record(progress: JobProgress) -> dict[str, object]:
     return asdict(progress) | {name: getattr(progress, name) for name in names}
 
 
-def _bar_facts(it: JobProgress, unit: str) -> list[str]:
-    """Return the facts that fit into 80 columns."""
-    return [_done(it, unit), *_rejected(it), *_rate(it, unit), *_time_left(it)]
-
-
-def _log_line(it: JobProgress, unit: str) -> str:
-    parts = [f"{it.parts:,} parts"] if it.parts else []
-    facts = [f"{it.tokens_per_second:,.0f} tokens/s"] if it.tokens else []
-    facts += [] if it.padding is None else [f"{it.padding:.1%} padding"]
-    return ", ".join([_done(it, unit), *parts, *_rejected(it), *_rate(it, unit), *facts, *_time_left(it)])
-
-
-def _done(it: JobProgress, unit: str) -> str:
+def _line(it: JobProgress, unit: str) -> str:
+    """Return the known facts on one line, which fits into 80 columns."""
     total = "" if it.total_rows is None else f" of {it.total_rows:,}"
-    return f"{it.rows:,}{total} {unit}"
-
-
-def _rejected(it: JobProgress) -> list[str]:
-    return [f"{it.rejected:,} rejected"] if it.rejected else []
-
-
-def _rate(it: JobProgress, unit: str) -> list[str]:
-    rate = it.rows_per_second
-    return [f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.1f} {unit}/s"] if rate else []
-
-
-def _time_left(it: JobProgress) -> list[str]:
-    return [] if it.seconds_left is None else [f"{duration(it.seconds_left)} left"]
+    facts = [f"{it.rows:,}{total} {unit}"]
+    if it.rejected:
+        facts.append(f"{it.rejected:,} rejected")
+    if rate := it.rows_per_second:
+        facts.append(f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.1f} {unit}/s")
+    if it.seconds_left is not None:
+        facts.append(f"{duration(it.seconds_left)} left")
+    return ", ".join(facts)
 
 
 def duration(seconds: float) -> str:

@@ -1,17 +1,18 @@
 """`encserve embed` and `encserve similarity`: the options. `similarity_run` compares the texts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import Printing, Sources, prints_rows, reads_inputs, reads_texts
+from encserve_cli.files.command import Sources, prints_rows, reads_inputs, reads_texts
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.shared import SectionCommand, check_pooling, model_options, text_options, with_client
 
 if TYPE_CHECKING:
-    from encserve_client import EncoderClient, Pooling, Task
+    from encserve_client import EncoderClient, Pooling
     from encserve_client.options import TrainedKind
 
 _KIND = click.option(
@@ -38,20 +39,7 @@ _MOST_TEXTS = 1000
 @_POOLING
 @text_options
 @makes_jobs
-@with_client
-def embed(
-    client: "EncoderClient",
-    sources: Sources,
-    model: str | None,
-    model_version: str | None,
-    as_json: bool,
-    kind: "TrainedKind | None",
-    pooling: "Pooling | None",
-    task: "Task | None",
-    prompt_name: str | None,
-    truncate: bool,
-    printing: Printing,
-) -> None:
+def embed(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Print the vector of each TEXT.
 
     A model for MaxSim gives several vectors, and a sparse model gives weights over the vocabulary.
@@ -70,21 +58,9 @@ def embed(
     --output FOLDER/ runs a job. The job fills the folder with .parquet files. The rows are in the order of the inputs.
     After a stop, the same command computes the missing rows.
     """  # noqa: D301 - click reads a real \b
-    from encserve_cli.files.delivery import deliver, run_of
+    from encserve_cli.job.command import run_embedding  # imports pyarrow, which is slow
 
-    output = pooling or kind or client.model(model, model_version).trained_kind
-    run = run_of(
-        client,
-        output,
-        sources,
-        printing,
-        model=model,
-        version=model_version,
-        truncate=truncate,
-        prompt_name=prompt_name,
-        task=task,
-    )
-    deliver(run, sources, printing, as_json, client.close)
+    run_embedding(given, options)
 
 
 @click.command(cls=SectionCommand)
@@ -113,8 +89,8 @@ def similarity(
 ) -> None:
     """Print the similarity of TEXTs.
 
-    If the model gives one vector for each text, the command prints the similarity of every two texts. The similarity is
-    that of the model, by default cosine. With vectors for MaxSim or weights over the vocabulary, the first text is the
+    If the model gives one vector for each text, the command prints the similarity of every two texts. The model names
+    the similarity; the default is cosine. With vectors for MaxSim or weights over the vocabulary, the first text is the
     query and the other texts are documents. The command then prints the similarity of each document to the query.
     --task sets the same task for all texts.
     """

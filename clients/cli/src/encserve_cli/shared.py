@@ -108,10 +108,10 @@ def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except caught as error:
-        raise click.ClickException(_one_line(error)) from error
+        raise click.ClickException(one_line(error)) from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the message of an error on one line. Options replace the names of the client's arguments."""
     from encserve_client import EncserveError
 
@@ -120,7 +120,7 @@ def _one_line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, EncserveError) and (option := _OPTIONS.get(error.field.partition("[")[0])):
         text = f"{option}{text.removeprefix(error.field)}"
-    # For an input from a file, the client's error is the cause of the error.
+    # The error of an input from a file has the client's error as its cause.
     if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
         text = f"{text} (--truncate)"
     return " ".join(text.split())

@@ -1,6 +1,7 @@
 """`encserve tokenize`: the tokens of texts."""
 
 import json
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,7 +46,7 @@ def tokenize(
     from rich.console import Console
 
     from encserve_cli import render
-    from encserve_cli.files.encoding import encode_all
+    from encserve_cli.files.encoding import blocks_of, encode_block, encode_in_order
 
     console = Console(highlight=False)
 
@@ -60,12 +61,14 @@ def tokenize(
             **options,
         )
 
-    for block, infos in encode_all(run, sources.read(), client.close):
-        for text, info in zip(block, infos, strict=True):
-            if as_json:
-                click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))
-            else:
-                render.print_tokens(console, str(text.value), info)
+    blocks = blocks_of(sources.read())
+    with closing(encode_in_order(lambda it: encode_block(run, it), blocks, client.close)) as results:
+        for block, infos in results:
+            for text, info in zip(block, infos, strict=True):
+                if as_json:
+                    click.echo(json.dumps({"text": text.value} | _record(info), ensure_ascii=False))
+                else:
+                    render.print_tokens(console, str(text.value), info)
 
 
 def _record(info: "SequenceInfo") -> dict[str, Any]:

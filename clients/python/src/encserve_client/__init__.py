@@ -15,6 +15,7 @@ import os
 # GRPC_VERBOSITY=INFO shows gRPC's messages.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from encserve import __version__ as __version__
 from encserve_client._base import PlaintextKeyWarning
 from encserve_client.async_client import AsyncEncoderClient
 from encserve_client.client import EncoderClient
@@ -69,8 +70,6 @@ from encserve_client.retry import Outage, RetryPolicy
 from encserve_client.scoring import maxsim, rank
 from encserve_client.spans import sentence_spans, token_spans
 from encserve_client.tls import Tls
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AccessDeniedError",

@@ -6,6 +6,7 @@ import numpy as np
 
 from encserve_client.exceptions import InvalidInputError
 
+F = TypeVar("F")
 T = TypeVar("T")
 
 
@@ -18,6 +19,13 @@ def check_type(name: str, value: object, kind: type[T] | tuple[type[T], ...], wo
     if not isinstance(value, kind):
         raise InvalidInputError(f"must be {words}; was {type(value).__name__}", field=name)
     return value
+
+
+def check_function(name: str, function: F) -> F:
+    """Return `function`. Raise InvalidInputError unless it is a function or None."""
+    if function is not None and not callable(function):
+        raise InvalidInputError(f"must be a function or None; was {type(function).__name__}", field=name)
+    return function
 
 
 def as_int(name: str, value: object) -> int:

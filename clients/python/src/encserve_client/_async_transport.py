@@ -2,7 +2,8 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Iterable, Iterator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -58,14 +59,18 @@ class AsyncTransport(BaseClient):
             trim_traceback(error)
             raise
 
-    def _iterate(self, results: Results[R]) -> Results[R]:
-        return results
+    async def _iterate(self, runs: AsyncGenerator[Iterator[tuple[int, R]], None]) -> Results[R]:
+        async with aclosing(runs):
+            async for results in runs:
+                for result in results:
+                    yield result
 
-    def _wire(self, inputs: AsyncIterable[Input] | None = None) -> AsyncWire:
+    def _wire(self, inputs: object = None) -> AsyncWire:
         self._check_open()
         self._check_loop()
         metadata = with_trace(self._metadata)
-        wire = AsyncWire(self._current_connection, metadata, inputs, lambda: self._closed, self._diagnosis)
+        async_inputs = inputs if isinstance(inputs, AsyncIterable) else None
+        wire = AsyncWire(self._current_connection, metadata, async_inputs, lambda: self._closed, self._diagnosis)
         self._wires.add(wire)
         return wire
 

@@ -2,14 +2,12 @@
 
 import functools
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import grpc
-import numpy as np
 
-from encserve_client._arguments import as_float, as_int, check_type
+from encserve_client._arguments import as_float, as_int, check_function, check_type
 from encserve_client._grpc.channel import (
     SERVICE_NAME,
     CertificateReloader,
@@ -23,53 +21,15 @@ from encserve_client._grpc.proxy import proxy_of
 from encserve_client._grpc.target import as_target, has_several_addresses, is_local
 from encserve_client._logic.answers import ExpectedIds
 from encserve_client._logic.calls import Core, ModelKey, Settings
-from encserve_client._logic.dispatch import TimeLimit
-from encserve_client._logic.scores import (
-    Field,
-    ScoreAnswer,
-    as_vectors,
-    check_documents,
-    check_pairs,
-    score_options,
-)
-from encserve_client._logic.streams import StreamOptions
-from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
-from encserve_client.inputs import (
-    Input,
-    SpanInput,
-    check_input,
-    check_inputs,
-    check_iterable,
-    check_spans,
-    check_texts,
-    read_inputs,
-)
-from encserve_client.options import (
-    UNITS,
-    Activation,
-    Array,
-    DType,
-    OffsetUnit,
-    Options,
-    Pooling,
-    Priority,
-    Progress,
-    SpanUnit,
-    Task,
-)
-from encserve_client.results import Classification, EncodeResult
+from encserve_client.options import Activation, DType, OffsetUnit, Pooling, Priority, Progress, Task
 from encserve_client.retry import OnOutage, RetryPolicy
 from encserve_client.tls import Tls
-from encserve_proto.v1 import encoder_pb2 as pb
 
-F = TypeVar("F")
 MIB = 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
 DEFAULT_MAX_CONCURRENT_MESSAGES = 4
-DEFAULT_MAX_IN_FLIGHT = 64
-DEFAULT_MAX_VECTORS_IN_FLIGHT = 2048
 
 
 class _CallOptions(TypedDict, total=False):
@@ -88,7 +48,7 @@ class _CallOptions(TypedDict, total=False):
 class EmbedOptions(_CallOptions, total=False):
     """The arguments of `embed` that do not change the type of the result."""
 
-    pooling: Pooling | int
+    pooling: Pooling
     max_active_dims: int | None
     pool_factor: float | None
 
@@ -131,16 +91,6 @@ class TokenizeOptions(TypedDict, total=False):
     offset_unit: OffsetUnit
     timeout_seconds: float | None
     progress: Progress | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreOptions:
-    """The options of a score call; see `EncoderClient.rank`."""
-
-    activation: Activation | None = None
-    truncate: bool = True
-    prompt_name: str | None = None
-    top_k: int | None = None
 
 
 class PlaintextKeyWarning(UserWarning):
@@ -252,204 +202,6 @@ class BaseClient:
         """Return the connection for a new call, with the current certificates."""
         raise NotImplementedError
 
-    def _wire(self, inputs: Any = None) -> Wire:
-        """Return a wire for one call. The wire reads the async iterable `inputs`, if given."""
-        raise NotImplementedError
-
-    async def _run(
-        self,
-        inputs: Iterable[Input],
-        key: ModelKey,
-        options: Options,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> EncodeResult:
-        items, _ = read_inputs(inputs)
-        check_function("progress", progress)
-        return await self._core.encode(
-            self._wire(), items, key, options, timeout_seconds, describe=True, progress=progress
-        )
-
-    async def _embed(
-        self,
-        inputs: Iterable[Input],
-        key: ModelKey,
-        options: Options,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> Any:
-        """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
-        items, is_one = read_inputs(inputs)
-        check_inputs(items)
-        check_function("progress", progress)
-        kind = options.outputs[0].kind
-        if not items and kind in ("tokens", "multi_vector", "sparse"):
-            return []
-        result = await self._core.encode(self._wire(), items, key, options, timeout_seconds, progress=progress)
-        output = result.outputs[0]
-        if kind == "sparse":
-            found: Any = output.sparse_vectors()
-        elif kind in ("tokens", "multi_vector"):
-            found = output.arrays()
-        else:
-            found = output.matrix()
-        return found[0] if is_one else found
-
-    async def _tokenize(
-        self,
-        texts: Iterable[str],
-        key: ModelKey,
-        options: Options,
-        truncate: bool | None,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> Any:
-        items, is_one = read_inputs(texts, "texts")
-        check_texts(items)
-        check_function("progress", progress)
-        if not items:
-            return []
-        template = pb.TokenizeRequest(
-            model=key[0],
-            model_version=key[1],
-            prompt_name=options.prompt_name,
-            task=options.task_number,
-            truncation=pb.TRUNCATION_UNSPECIFIED if truncate is None else options.truncation,
-            include_token_strings=options.include_token_strings,
-            offset_unit=UNITS[options.offset_unit],
-        )
-        found = await self._core.tokenize(
-            self._wire(), cast("list[str]", items), key, options, template, timeout_seconds, progress
-        )
-        return found[0] if is_one else found
-
-    async def _spans(
-        self,
-        item: Input,
-        spans: Iterable[tuple[int, int]],
-        unit: SpanUnit | None,
-        key: ModelKey,
-        options: Options,
-        timeout_seconds: float | None,
-    ) -> Array:
-        spanned = SpanInput(check_input(item, "text"), check_spans(spans), unit)
-        call = self._core.encode(self._wire(), [spanned], key, options, timeout_seconds)
-        return (await call).outputs[0].matrix()
-
-    async def _score(
-        self,
-        field: Field,
-        items: Sequence[str | pb.TextPair],
-        key: ModelKey,
-        options: ScoreOptions,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-        **more: Any,
-    ) -> list[tuple[int, ScoreAnswer]]:
-        """Send a score call. `more` has further fields of the request."""
-        check_function("progress", progress)
-        fields = score_options(options.activation, options.truncate, options.prompt_name, options.top_k)
-        request = pb.ScoreRequest(model=key[0], model_version=key[1], **fields, **more)
-        return await self._core.score(self._wire(), request, field, items, timeout_seconds, progress)
-
-    async def _score_pairs(
-        self,
-        pairs: Iterable[tuple[str, str]],
-        key: ModelKey,
-        options: ScoreOptions,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> Array:
-        items = check_pairs(pairs)
-        if not items:
-            return np.empty(0, np.float32)
-        answers = await self._score("pairs", items, key, options, timeout_seconds, progress)
-        scores = np.concatenate([answer.scores for _, answer in answers])  # (pairs, labels)
-        return scores[:, 0] if scores.shape[1] == 1 else scores
-
-    async def _rank(
-        self,
-        query: str,
-        documents: Any,
-        key: ModelKey,
-        options: ScoreOptions,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> list[tuple[int, float]]:
-        check_type("query", query, str, "a text")
-        vectors = as_vectors(documents)
-        if vectors is not None:
-            items: list[str] = []
-            more = {"document_vectors": vectors}
-            count = len(vectors.lengths)
-        else:
-            items, more = check_documents(documents, "documents"), {}
-            count = len(items)
-        if not count:
-            return []
-        options = replace(options, top_k=count if options.top_k is None else options.top_k)
-        answers = await self._score("documents", items, key, options, timeout_seconds, progress, query=query, **more)
-        found = [
-            (first + index, float(score))
-            for first, answer in answers
-            for index, score in zip(answer.indices, answer.scores[:, 0], strict=True)
-        ]
-        found.sort(key=lambda pair: (-pair[1], pair[0]))
-        return found[: options.top_k]
-
-    async def _classify(
-        self,
-        texts: Iterable[str],
-        key: ModelKey,
-        options: ScoreOptions,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> Any:
-        is_one = isinstance(texts, str)
-        items = check_documents([texts] if is_one else texts, "texts")
-        if not items:
-            return []
-        answers = await self._score("texts", items, key, options, timeout_seconds, progress)
-        found = []
-        for _, answer in answers:
-            for scores in answer.scores:
-                best = int(scores.argmax())
-                found.append(Classification(answer.labels[best], float(scores[best]), scores, answer.labels))
-        return found[0] if is_one else found
-
-    def _stream(
-        self,
-        inputs: Iterable[Any] | AsyncIterable[Any],
-        key: ModelKey,
-        options: Options,
-        ordered: bool,
-        max_in_flight: int | None,
-        timeout_seconds: float | None,
-        progress: Progress | None,
-    ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Check the arguments of `stream` before any input is read. Return the generator of results.
-
-        Raises:
-            InvalidInputError: An argument is wrong.
-        """
-        self._check_open()
-        check_iterable(inputs)
-        check_function("progress", progress)
-        if max_in_flight is None:
-            few_rows = options.outputs[0].is_pooled or options.outputs[0].kind == "sparse"
-            max_in_flight = DEFAULT_MAX_VECTORS_IN_FLIGHT if few_rows else DEFAULT_MAX_IN_FLIGHT
-        if as_int("max_in_flight", max_in_flight) < 1:
-            raise InvalidInputError(f"must be >= 1; was {max_in_flight}", field="max_in_flight")
-        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
-        items = [inputs] if isinstance(inputs, str) else inputs
-        total = len(items) if isinstance(items, Sized) else None
-        if isinstance(items, AsyncIterable):
-            wire, iterator = self._wire(items), None
-        else:
-            wire, iterator = self._wire(), iter(items)
-        stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
-        return self._core.stream(wire, key, options, TimeLimit(seconds), stream)
-
 
 def trim_traceback(error: EncserveError) -> None:
     """Remove the frames before the first frame outside this library, so that a traceback ends soon after the call.
@@ -460,12 +212,6 @@ def trim_traceback(error: EncserveError) -> None:
     while frames is not None and frames.tb_frame.f_globals["__name__"].partition(".")[0] == __package__:
         frames = frames.tb_next
     error.__traceback__ = frames
-
-
-def check_function(name: str, function: F) -> F:
-    """Return `function`. Raise InvalidInputError unless it is a function or None."""
-    check_type(name, function, (Callable, type(None)), "a function or None")  # type: ignore[arg-type]
-    return function
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -61,18 +61,16 @@ class SyncTransport(BaseClient):
             trim_traceback(error)
             raise
 
-    def _iterate(self, results: AsyncGenerator[tuple[int, R], None]) -> Results[R]:
+    def _iterate(self, runs: AsyncGenerator[Iterator[tuple[int, R]], None]) -> Results[R]:
         try:
-            while True:
-                yield run_without_loop(anext(results))
-        except StopAsyncIteration:
-            return
+            while (results := run_without_loop(anext(runs, None))) is not None:
+                yield from results
         finally:
-            run_without_loop(results.aclose())
+            run_without_loop(runs.aclose())
 
     def _wire(self, inputs: object = None) -> SyncWire:
         self._check_open()
-        if inputs is not None:
+        if isinstance(inputs, AsyncIterable):
             raise InvalidInputError(
                 f"must be an iterable; was {type(inputs).__name__}: for async iterables use AsyncEncoderClient",
                 field="inputs",

@@ -7,13 +7,13 @@ from typing import Any, Literal, Unpack, overload
 from encserve_client._base import (
     ClassifyOptions,
     EmbedOptions,
-    ScoreOptions,
     StreamCallOptions,
     TokenizeOptions,
     TokenVectorOptions,
     model_key,
 )
 from encserve_client._logic.inspecting import inspect_request
+from encserve_client._logic.scores import ScoreOptions
 from encserve_client._sync_transport import Results, StreamInputs, SyncTransport
 from encserve_client.exceptions import EncserveError
 from encserve_client.inputs import Input
@@ -126,7 +126,7 @@ class EncoderClient(SyncTransport):
         inputs: Iterable[Input],
         *,
         kind: Kind = "vector",
-        pooling: Pooling | int = "model",
+        pooling: Pooling = "model",
         task: Task | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
@@ -155,7 +155,7 @@ class EncoderClient(SyncTransport):
             pooling: For "vector": how the rows of the tokens become one vector. "model" pools as the model was
                 trained, then applies the model's layers, normalisation and default dimensions. The others pool over
                 all tokens, special tokens included: "mean", "cls" (the first token), "max", "last_token",
-                "weighted_mean", "mean_sqrt_length". An int selects an OutputKind that has no name here.
+                "weighted_mean", "mean_sqrt_length".
             task: "query" for a search query, "document" for a document to search. Only for models that treat the two
                 differently; see `ModelInfo.tasks`. Default: no task.
             prompt_name: The prompt to put before every text: a name in `ModelInfo.prompts`, or "" for no prompt.
@@ -177,9 +177,9 @@ class EncoderClient(SyncTransport):
             version: The version of the model. Default: the model's default version.
             timeout_seconds: The time limit of the whole call. Default: no such limit; the client's `timeout_seconds`
                 limits each message.
-            progress: A function that runs in the caller's thread after each attempt of a message. Arguments: the number
-                of finished inputs, and of all inputs. An exception of `progress` ends the call. The count starts again
-                if the model was replaced during the call.
+            progress: A function that runs in the caller's thread after each attempt of a message, and at least every
+                second. Arguments: the number of finished inputs, and of all inputs. An exception of `progress` ends the
+                call. The count starts again if the model was replaced during the call.
 
         Returns:
             For "vector": (inputs, width) of `dtype`, or (width,) for a str. The width is `dimensions`. Without
@@ -205,7 +205,8 @@ class EncoderClient(SyncTransport):
         """
         output = embed_output(kind, pooling, l2_normalize, dimensions, max_active_dims, pool_factor, Kind)
         options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
-        return self._call(self._embed(inputs, model_key(model, version), options, timeout_seconds, progress))
+        key = model_key(model, version)
+        return self._call(self._core.embed(self._wire(), inputs, key, options, timeout_seconds, progress))
 
     @overload
     def token_vectors(  # type: ignore[overload-overlap]
@@ -234,18 +235,12 @@ class EncoderClient(SyncTransport):
         """Return one row per token of each input. An input that is too long is an error, unless `truncate` is True.
 
         Args:
-            inputs: As for `embed`.
-            task: As for `embed`.
-            prompt_name: As for `embed`.
-            truncate: As for `embed`.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
             dimensions: Keep only this many numbers at the start of each row. Default: all.
             l2_normalize: Whether to scale each row to Euclidean length 1.
             dtype: "float32" or "float16".
-            model: As for `embed`.
-            version: As for `embed`.
-            timeout_seconds: As for `embed`.
-            progress: As for `embed`.
+
+        All other arguments are the same as for `embed`.
 
         Returns:
             A list of one (seq_len, d_model) array for each input, in order. For a str: one array, without a list. The
@@ -258,7 +253,8 @@ class EncoderClient(SyncTransport):
         options = Options(
             (output,), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name, task=task, detail="counts"
         )
-        return self._call(self._embed(inputs, model_key(model, version), options, timeout_seconds, progress))
+        key = model_key(model, version)
+        return self._call(self._core.embed(self._wire(), inputs, key, options, timeout_seconds, progress))
 
     @overload
     def stream(
@@ -279,7 +275,7 @@ class EncoderClient(SyncTransport):
         inputs: StreamInputs,
         *,
         kind: StreamKind = "vector",
-        pooling: Pooling | int = "model",
+        pooling: Pooling = "model",
         task: Task | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
@@ -311,18 +307,7 @@ class EncoderClient(SyncTransport):
         Args:
             inputs: As for `embed`. The iterable may be endless, and the async client takes async iterables too.
             kind: As for `embed`, or "tokens" for one row per token.
-            pooling: As for `embed`.
-            task: As for `embed`.
-            prompt_name: As for `embed`.
-            truncate: As for `embed`.
             exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
-            dimensions: As for `embed`.
-            l2_normalize: As for `embed`.
-            dtype: As for `embed`.
-            max_active_dims: As for `embed`.
-            pool_factor: As for `embed`.
-            model: As for `embed`.
-            version: As for `embed`.
             ordered: Whether results come in the order of the inputs. Otherwise results come as soon as they are ready.
             max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
                 and "sparse", 64 for "tokens" and "multi_vector".
@@ -331,6 +316,8 @@ class EncoderClient(SyncTransport):
                 The stream as a whole has no limit.
             progress: A function that is called with each result. Arguments: the number of results so far, and of all
                 inputs (None if `inputs` has no length).
+
+        All other arguments are the same as for `embed`.
 
         Yields:
             (index, result) of each input. The result is (width,) for "vector", (seq_len, d_model) for "tokens", (n,
@@ -352,13 +339,23 @@ class EncoderClient(SyncTransport):
             detail="counts" if kind == "tokens" else "none",
         )
         key = model_key(model, version)
-        return self._iterate(self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress))
+        results = self._core.stream(
+            self._wire,
+            inputs,
+            key,
+            options,
+            ordered=ordered,
+            max_in_flight=max_in_flight,
+            timeout_seconds=timeout_seconds,
+            progress=progress,
+        )
+        return self._iterate(results)
 
     def run(
         self,
         inputs: Iterable[Input],
         *,
-        outputs: Sequence[Output | OutputKind | int] = ("tokens",),
+        outputs: Sequence[Output | OutputKind] = ("tokens",),
         model: str | None = None,
         version: str | None = None,
         dtype: DType = "float32",
@@ -384,23 +381,16 @@ class EncoderClient(SyncTransport):
         `arrays` and `matrix` raise the first of these errors. `array(index)` returns the rows of one input.
 
         Args:
-            inputs: As for `embed`.
             outputs: At most `ModelInfo.max_outputs` different outputs: an `Output`, or the kind of an output without
                 normalisation.
-            model: As for `embed`.
-            version: As for `embed`.
-            dtype: As for `embed`.
-            truncate: As for `embed`.
             exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
-            prompt_name: As for `embed`.
-            task: As for `embed`.
             detail: The content of `EncodeResult.sequences`. "none" is empty. "counts" has the numbers of tokens and
                 whether the input was cut. "tokens" has everything. Default: "tokens" with `include_token_strings`, or
                 if an output is "tokens", "multi_vector" or "sparse"; otherwise "counts".
             offset_unit: The unit of `SequenceInfo.offsets`.
-            timeout_seconds: As for `embed`.
-            progress: As for `embed`.
+
+        All other arguments are the same as for `embed`.
 
         Returns:
             The result.
@@ -420,7 +410,8 @@ class EncoderClient(SyncTransport):
             detail,
             offset_unit,
         )
-        return self._call(self._run(inputs, model_key(model, version), options, timeout_seconds, progress))
+        key = model_key(model, version)
+        return self._call(self._core.run(self._wire(), inputs, key, options, timeout_seconds, progress))
 
     def inspect(
         self,
@@ -452,13 +443,9 @@ class EncoderClient(SyncTransport):
             hidden_states: The depths for hidden states, ascending from 0. True: all. False: none. A model with n blocks
                 has the depths 0 to n.
             positions: Whether to return the position vectors that the model adds to tokens.
-            model: As for `embed`.
-            version: As for `embed`.
             dtype: "float32" or "float16".
-            truncate: As for `embed`.
-            prompt_name: As for `embed`.
-            task: As for `embed`.
-            timeout_seconds: As for `embed`.
+
+        All other arguments are the same as for `embed`.
 
         Returns:
             The result.
@@ -503,16 +490,12 @@ class EncoderClient(SyncTransport):
 
         Args:
             texts: The texts. A str is one text.
-            model: As for `embed`.
-            version: As for `embed`.
-            prompt_name: As for `embed`.
-            task: As for `embed`.
             truncate: True: cut a text that is too long, as for `embed`. False: refuse the text. Default: return all
                 tokens, also of a text that is too long.
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             offset_unit: The unit of `SequenceInfo.offsets`.
-            timeout_seconds: As for `embed`.
-            progress: As for `embed`.
+
+        All other arguments are the same as for `embed`.
 
         Returns:
             A list of one `SequenceInfo` for each text, in order. For a str: one `SequenceInfo`, without a list.
@@ -528,7 +511,8 @@ class EncoderClient(SyncTransport):
             offset_unit=offset_unit,
         )
         key = model_key(model, version)
-        return self._call(self._tokenize(texts, key, options, truncate, timeout_seconds, progress))
+        call = self._core.tokenize(self._wire(), texts, key, options, truncate, timeout_seconds, progress)
+        return self._call(call)
 
     def embed_spans(
         self,
@@ -561,15 +545,9 @@ class EncoderClient(SyncTransport):
             unit: The unit of the ranges; "tokens" counts special tokens too. Default: "code_points" for a text,
                 otherwise "tokens".
             pooling: How the rows of a range become one vector, as for `embed`.
-            model: As for `embed`.
-            version: As for `embed`.
-            dtype: As for `embed`.
             truncate: As for `embed`. A range in the cut-off text has no tokens.
-            l2_normalize: As for `embed`.
-            dimensions: As for `embed`.
-            prompt_name: As for `embed`.
-            task: As for `embed`.
-            timeout_seconds: As for `embed`.
+
+        All other arguments are the same as for `embed`.
 
         Returns:
             (spans, d_model) of `dtype`. A range without tokens has a row of zeros. Examples are an empty range, white
@@ -582,7 +560,8 @@ class EncoderClient(SyncTransport):
         output = Output("spans", l2_normalize, dimensions, span_pooling=pooling)
         options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
         key = model_key(model, version)
-        return self._call(self._spans(text, spans, unit, key, options, timeout_seconds))
+        call = self._core.embed_spans(self._wire(), text, spans, unit, key, options, timeout_seconds)
+        return self._call(call)
 
     def rank(
         self,
@@ -631,7 +610,8 @@ class EncoderClient(SyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name, top_k)
         key = model_key(model, version)
-        return self._call(self._rank(query, documents, key, options, timeout_seconds, progress))
+        call = self._core.rank(self._wire(), query, documents, key, options, timeout_seconds, progress)
+        return self._call(call)
 
     def score(
         self,
@@ -667,7 +647,7 @@ class EncoderClient(SyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name)
         key = model_key(model, version)
-        return self._call(self._score_pairs(pairs, key, options, timeout_seconds, progress))
+        return self._call(self._core.score(self._wire(), pairs, key, options, timeout_seconds, progress))
 
     @overload
     def classify(  # type: ignore[overload-overlap]
@@ -712,7 +692,7 @@ class EncoderClient(SyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name)
         key = model_key(model, version)
-        return self._call(self._classify(texts, key, options, timeout_seconds, progress))
+        return self._call(self._core.classify(self._wire(), texts, key, options, timeout_seconds, progress))
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """Return all loaded models and versions, the default model first.

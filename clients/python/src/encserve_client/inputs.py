@@ -1,14 +1,14 @@
 """Checks of the caller's inputs, and their conversion to protobuf messages."""
 
 import math
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._arguments import as_int, check_type
+from encserve_client._arguments import as_int
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.options import UNITS, SpanUnit
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -72,7 +72,14 @@ def check_inputs(inputs: Sequence[Input]) -> None:
     Raises:
         InvalidInputError: An input has the wrong type.
     """
-    _check_each(inputs, lambda index, item: check_input(item, f"inputs[{index}]"))
+    for index, item in enumerate(inputs):
+        if isinstance(item, str):  # the common case, fast
+            continue
+        try:
+            check_input(item, f"inputs[{index}]")
+        except InvalidInputError as error:
+            error.index = index
+            raise
 
 
 def check_texts(texts: Sequence[object]) -> None:
@@ -81,16 +88,11 @@ def check_texts(texts: Sequence[object]) -> None:
     Raises:
         InvalidInputError: An item is not a text.
     """
-    _check_each(texts, lambda index, item: check_type(f"texts[{index}]", item, str, "a str"))
-
-
-def _check_each(items: Sequence[object], check: Callable[[int, object], object]) -> None:
-    for index, item in enumerate(items):
-        try:
-            check(index, item)
-        except InvalidInputError as error:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            error = InvalidInputError(f"must be a str; was {type(text).__name__}", field=f"texts[{index}]")
             error.index = index
-            raise
+            raise error
 
 
 def check_iterable(inputs: object, name: str = "inputs") -> None:
@@ -158,17 +160,17 @@ def pack_input(item: Input | SpanInput, name: str) -> pb.Input:
     """Return the message for one input that passed `check_input`.
 
     Raises:
-        InvalidInputError: The text has a lone surrogate, an id is not a 64-bit integer, or a vector has NaN or
-            infinity in the type on the wire.
+        InvalidInputError: The text has half of a surrogate pair, or an id is not a 64-bit integer. Or a vector has NaN
+            or infinity, after the conversion to the type on the wire.
     """
+    if isinstance(item, str):
+        return pb.Input(text=_check_unicode(item, name))
     if isinstance(item, SpanInput):
         packed = pack_input(item.input, "text")
         packed.spans.CopyFrom(pb.Spans(unit=UNITS[item.unit], starts=item.spans[0], ends=item.spans[1]))
         return packed
     if isinstance(item, np.ndarray) and item.ndim == 2:
         return pb.Input(embeddings=_pack_vectors(item, name))
-    if isinstance(item, str):
-        return pb.Input(text=_check_unicode(item, name))
     ids = item.tolist() if isinstance(item, np.ndarray) else item
     try:
         return pb.Input(token_ids=pb.TokenIds(ids=ids))

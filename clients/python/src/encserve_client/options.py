@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -110,11 +110,6 @@ def check_choice(name: str, value: object, choices: object) -> None:
         raise InvalidInputError(f"must be one of {', '.join(map(repr, allowed))}; was {value!r}", field=name)
 
 
-def _check_kind(name: str, value: object, choices: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        check_choice(name, value, choices)
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """One output of `run`.
@@ -123,8 +118,7 @@ class Output:
         kind: "tokens" for one row per token. "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
             for one row per input, pooled over all tokens. "model" for one row per input, as the model was trained.
             "multi_vector" for the vectors that MaxSim compares. "sparse" for the weights over the vocabulary that are
-            not 0. "spans" for one row per range of `embed_spans`. An int selects an OutputKind that has no name here;
-            the rows are returned unchanged.
+            not 0. "spans" for one row per range of `embed_spans`.
         l2_normalize: Whether to scale every row to Euclidean length 1, after the cut to `dimensions`.
         dimensions: Keep only this many numbers at the start of each row. Default: for "model"
             `ModelInfo.default_dimensions`, otherwise all.
@@ -134,7 +128,7 @@ class Output:
         span_pooling: For "spans": how the rows of a range become one vector. Default: "mean".
     """
 
-    kind: OutputKind | int = "tokens"
+    kind: OutputKind = "tokens"
     l2_normalize: bool = False
     dimensions: int | None = None
     max_active_dims: int | None = None
@@ -143,7 +137,7 @@ class Output:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError for an unknown kind, a number below 1, or an argument of another kind."""
-        _check_kind("kind", self.kind, OutputKind)
+        check_choice("kind", self.kind, OutputKind)
         if self.span_pooling is not None:
             check_choice("span_pooling", self.span_pooling, SpanPooling)
         for name in ("dimensions", "max_active_dims"):
@@ -153,23 +147,23 @@ class Output:
         if self.pool_factor is not None and not as_float("pool_factor", self.pool_factor) >= 1:
             raise InvalidInputError(f"must be >= 1; was {self.pool_factor}", field="pool_factor")
         for name, kind in _KIND_OF_ARGUMENT.items():
-            if getattr(self, name) is not None and self.kind not in (kind, kind_number(kind)):
+            if getattr(self, name) is not None and self.kind != kind:
                 raise InvalidInputError(f"must be left out, because it is only for kind={kind!r}", field=name)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether each input has exactly one row. False for a kind without a name here."""
-        return not isinstance(self.kind, int) and self.kind not in _MANY_ROWS
+        """Whether each input has exactly one row."""
+        return self.kind not in _MANY_ROWS
 
     @property
-    def number(self) -> int:
+    def number(self) -> pb.OutputKind:
         """The number of the kind in the contract."""
-        return kind_number(self.kind)
+        return _KINDS[self.kind]
 
     def to_proto(self) -> pb.OutputSpec:
         """Return the protobuf message of the output."""
         return pb.OutputSpec(
-            kind=cast("pb.OutputKind", self.number),
+            kind=self.number,
             l2_normalize=self.l2_normalize,
             dimensions=self.dimensions or 0,
             max_active_dims=self.max_active_dims or 0,
@@ -246,8 +240,8 @@ class Options:
         )
 
 
-def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ...]:
-    """Convert names and numbers of kinds to outputs without normalisation."""
+def as_outputs(outputs: Sequence[Output | OutputKind]) -> tuple[Output, ...]:
+    """Convert names of kinds to outputs without normalisation."""
     if isinstance(outputs, str):
         raise InvalidInputError(f"must be a list; for one output pass [{outputs!r}]", field="outputs")
     if not isinstance(outputs, Iterable):
@@ -257,7 +251,7 @@ def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ..
 
 def embed_output(
     kind: StreamKind,
-    pooling: Pooling | int,
+    pooling: Pooling,
     l2_normalize: bool,
     dimensions: int | None,
     max_active_dims: int | None,
@@ -270,7 +264,7 @@ def embed_output(
         InvalidInputError: The kind or the pooling is unknown, or two arguments contradict each other.
     """
     check_choice("kind", kind, allowed)
-    _check_kind("pooling", pooling, Pooling)
+    check_choice("pooling", pooling, Pooling)
     if kind == "vector":
         return Output(pooling, l2_normalize, dimensions, max_active_dims, pool_factor)
     if pooling != "model":
@@ -284,8 +278,3 @@ def embed_output(
 def kind_name(kind: int) -> OutputKind | int:
     """Return the name of an OutputKind, or the number if this library has no name for the kind."""
     return _KIND_NAMES.get(kind, kind)
-
-
-def kind_number(kind: OutputKind | int) -> int:
-    """Return the number of an OutputKind."""
-    return kind if isinstance(kind, int) else _KINDS[kind]

@@ -89,8 +89,7 @@ class EncodedOutput:
         kind: The kind of the rows; a number if this library has no name for the kind.
         l2_normalized: Whether the rows were scaled to Euclidean length 1. Always True for int8: the rows are scaled
             before rounding.
-        blocks: The rows, in the order of the inputs: one block per message, and one block without rows for
-            neighbouring failed inputs.
+        blocks: The rows, in the order of the inputs: one block per message. A failed input has no rows.
         sparse_width: For "sparse": the length of a vector, zeros included. Otherwise 0.
         errors: The error of each failed input, by index.
     """

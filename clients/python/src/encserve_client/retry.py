@@ -43,8 +43,8 @@ class RetryPolicy:
     A message is sent again until the message's time (`timeout_seconds`) is over, so calls survive a restart of the
     server. A server that has never answered this client gets only 2 seconds, because the address may be wrong.
 
-    The wait before attempt n + 1 has two parts: the delay that the server asked for, and a random 50 to 100 % of the
-    longest wait. The longest wait is
+    The wait before attempt n + 1 is the sum of two parts. The first part is the delay that the server asked for. The
+    second part is random: 50 to 100 % of the longest wait. The longest wait is
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds), but at least 0.05 s. If a wait would
     end after the time of the message, the client raises the error immediately.
 

@@ -6,8 +6,8 @@ from encserve_client._arguments import as_int
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.results import SequenceInfo
 
-# The end of a sentence is one of: a mark such as "." before white space, with closing quotes and brackets; a Chinese or
-# Japanese mark anywhere; an empty line.
+# A sentence ends with a mark such as "." before white space. Closing quotes and brackets may follow the mark. A Chinese
+# or Japanese mark ends a sentence anywhere. An empty line ends a sentence too.
 _END = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[」』”’）]*|\n\s*\n")
 
 

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from encserve import __version__
 from encserve_export.bundle.space import space_id
 from encserve_export.check.agreement import Parity
 from encserve_export.check.expected import Agreement, Expected
@@ -22,7 +23,7 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 FORMAT_VERSION = 1
-_TOOLS = ("encserve-export", "onnx", "onnxruntime", "tokenizers", "torch")
+_TOOLS = ("onnx", "onnxruntime", "tokenizers", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def build_manifest(
             kind=source.kind,
             description=source.description,
             weights_sha256=source.weights_sha256,
-            versions={tool: metadata.version(tool) for tool in _tools(source)},
+            versions={"encserve": __version__} | {tool: metadata.version(tool) for tool in _tools(source)},
             route=source.route,
             repository=source.repository,
             revision=source.revision,

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from encserve_export.core.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.core.errors import FULL_DISK, BundleError, BundleExistsError, BundleNameError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Prefixes of the temporary folders that an export creates next to the versions. A server ignores folders whose names
@@ -126,7 +126,8 @@ def _named_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BundleError(f"the export to {folder} failed: {error}") from error
+        advice = ". Free some space, or choose a folder on another disk" if error.errno in FULL_DISK else ""
+        raise BundleError(f"the export to {folder} failed: {error}{advice}") from error
 
 
 def _publish(folder: Path, final: Path) -> None:

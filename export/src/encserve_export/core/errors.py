@@ -4,8 +4,11 @@ The command line prints such an error as `Error: …` and exits with 1. Any othe
 printed.
 """
 
+import errno
 import re
 
+# The errors of a full disk, an exhausted quota, and a limit on the size of files.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes colour codes into its errors
 # A terminal interprets these characters: control characters except line feed, and characters that change the writing
 # direction.
@@ -90,10 +93,6 @@ class VocabularyError(OnnxModelError):
 
 class TokenizerError(ExportError):
     """The tokenizer is unreadable, does not fit the model, or cannot be saved as a tokenizer.json with the same ids."""
-
-
-class HubError(ExportError):
-    """A checkpoint cannot be downloaded from the Hugging Face hub."""
 
 
 class ExpectedFileError(ExportError):

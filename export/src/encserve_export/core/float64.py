@@ -18,16 +18,19 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
     dtypes = [tensor.dtype for tensor in tensors]
     try:
-        _convert(tensors, [torch.float64] * len(tensors))
+        # Tensors may share memory, such as a mapped file, which is freed only with the last of these tensors. So each
+        # tensor first gets its own memory. Otherwise, the module would be in memory in float32 and in float64.
+        _copy(tensors, dtypes)
+        _copy(tensors, [torch.float64] * len(tensors))
         yield
     finally:
-        _convert(tensors, dtypes)
+        _copy(tensors, dtypes)
 
 
-def _convert(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+def _copy(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         _return_freed_memory()
-        tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(dtype, copy=True)
     _return_freed_memory()
 
 

@@ -16,7 +16,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from encserve_export.core import names
-from encserve_export.core.errors import UnsupportedModelError, first_line
+from encserve_export.core.errors import FULL_DISK, UnsupportedModelError, first_line
 from encserve_export.core.precision import Precision
 from encserve_export.core.quiet import quiet
 from encserve_export.models.reference import LONGEST_AT_ONCE, Inspection, Reference
@@ -70,6 +70,8 @@ def write_graphs(
         with quiet(), torch.no_grad():
             whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
     except Exception as error:  # a user's model may raise any exception
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise  # other ways to write the graph would fail too
         raise UnsupportedModelError(
             f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error

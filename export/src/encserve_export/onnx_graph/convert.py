@@ -1,9 +1,12 @@
 """Converts a float32 graph to float16 or int8."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import onnx
-from onnx import external_data_helper
+from onnx import TensorProto, external_data_helper, numpy_helper
 
 from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.core.precision import Precision
@@ -13,7 +16,11 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 from encserve_export.core.runtime import onnxruntime  # isort: skip # noqa: F401 - before its submodules
 
-from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16  # isort: skip
+from onnxruntime.transformers.float16 import (  # isort: skip
+    DEFAULT_OP_BLOCK_LIST,
+    convert_float_to_float16,
+    convert_np_to_float16,
+)
 
 # The int8 conversion gives ReduceMax its axes as an input. Opset 18 is the first opset with this input.
 _LEAST_OPSET = 18
@@ -24,6 +31,9 @@ _FLOAT32_OPERATORS = (
     *("Softmax", "Pow", "Reciprocal", "Log", "ReduceSum", "ReduceL2", "Sqrt", "ReduceMean"),
     *("Cos", "Sin", "Range"),
 )
+# onnxruntime's rounding takes up to 20 bytes of memory for each number. So a tensor is rounded in blocks of this many
+# numbers.
+_BLOCK = 2**20
 
 
 def convert(
@@ -55,9 +65,9 @@ def convert(
 
 
 def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    # Shape inference copies the model, so it runs before the weights are loaded.
     model = onnx.shape_inference.infer_shapes(model)
-    external_data_helper.load_external_data_for_model(model, str(folder))
+    weights = _take_out_weights(model)
+    external_data_helper.load_external_data_for_model(model, str(folder))  # large constants in nodes
     made_by = {name: node for node in model.graph.node for name in node.output}
     # A rounded angle would make Cos and Sin wrong. So all nodes that compute an angle stay in float32 too.
     float32_nodes: set[str] = set()
@@ -74,9 +84,42 @@ def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_FLOAT32_OPERATORS],
         node_block_list=sorted(float32_nodes),
     )
+    _put_back_weights(converted, weights, folder)
     # The library adds one Cast for each float32 node that reads a value. Casts of the same value have the same output
     # names, so only the first is kept.
     first = {tuple(node.output): node for node in reversed(converted.graph.node)}
     del converted.graph.node[:]
     converted.graph.node.extend(reversed(first.values()))
     return converted
+
+
+def _take_out_weights(model: onnx.ModelProto) -> dict[str, TensorProto]:
+    """Empties the external weights of a graph, and returns their descriptions by name.
+
+    onnxruntime's conversion takes only loaded weights. If all weights were loaded, the weights would be in memory in
+    float32 and in float16 at the same time.
+    """
+    weights: dict[str, TensorProto] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            weights[tensor.name] = TensorProto()
+            weights[tensor.name].CopyFrom(tensor)
+            tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0]))
+    return weights
+
+
+def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> None:
+    """Loads the weights from `_take_out_weights` one by one, in the types that the converted graph gives them."""
+    for tensor in model.graph.initializer:
+        source = weights.get(tensor.name)
+        if source is None:
+            continue
+        if tensor.data_type == source.data_type:
+            tensor.CopyFrom(source)
+            continue
+        values = numpy_helper.to_array(source, str(folder)).reshape(-1)
+        blocks = np.array_split(values, math.ceil(values.size / _BLOCK))
+        tensor.dims[:] = source.dims
+        tensor.raw_data = b"".join(convert_np_to_float16(block).tobytes() for block in blocks)
+    external_data_helper.load_external_data_for_model(model, str(folder))  # weights that stay in float32
+    del model.graph.value_info[:]  # describes the empty tensors

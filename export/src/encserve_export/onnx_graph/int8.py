@@ -120,17 +120,17 @@ def quantize(
             "the graph has no product with a matrix of weights, so int8 would change nothing; export it in float32"
         )
     seen = _run(model, graph, vocab_size, width, longest, sorted(by_input), folder)
-    external_data_helper.load_external_data_for_model(model, str(folder))
     minima = _minima(model)
-    quantizer = _Quantizer(model, weights, token_tables(model, graph.input_ids_name) if vocab_size else {})
+    quantizer = _Quantizer(model, weights, token_tables(model, graph.input_ids_name) if vocab_size else {}, folder)
     for name, nodes in by_input.items():
         x = seen.pop(name)  # (…, k)
-        matrices = [_matrix(node, weights) for node in nodes]  # (n, k) each
+        matrices = [_matrix(node, weights, folder) for node in nodes]  # (n, k) each
         layer = plan_layer(np.concatenate(matrices), x.reshape(-1, x.shape[-1]), least=minima.get(name))
         if layer.error <= MAX_INT8_LAYER_ERROR:
             ends = np.cumsum([0, *map(len, matrices)])
             quantizer.add(name, x.ndim, {node.output[0]: layer.part(*ends[i : i + 2]) for i, node in enumerate(nodes)})
     _replace_nodes(model, [new for node in list(model.graph.node) for new in quantizer.replace(node)])
+    external_data_helper.load_external_data_for_model(model, str(folder))  # weights that stay in float32
     return model
 
 
@@ -176,9 +176,12 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
 class _Quantizer:
     """Replaces nodes one by one, and adds the constants that the new nodes need."""
 
-    def __init__(self, model: onnx.ModelProto, weights: Mapping[str, TensorProto], tables: Iterable[str]) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, weights: Mapping[str, TensorProto], tables: Iterable[str], folder: Path
+    ) -> None:
         self._graph = model.graph
         self._weights = weights
+        self._folder = folder
         self._tables = {name for name in tables if name in weights}
         self._layers: dict[str, Layer] = {}
         self._rank: dict[str, int] = {}
@@ -198,7 +201,7 @@ class _Quantizer:
 
     def replace(self, node: NodeProto) -> Iterable[NodeProto]:
         """Returns the nodes that replace a node: the node itself, or the nodes of an 8-bit layer or lookup."""
-        layer = self._layers.get(node.output[0]) if node.output else None
+        layer = self._layers.pop(node.output[0], None) if node.output else None
         if layer is not None:
             return self._linear(node, layer)
         takes_rows = not any(it.i for it in node.attribute if it.name == "axis")
@@ -220,7 +223,7 @@ class _Quantizer:
         yield self._node("MatMulIntegerToFloat", scope, product, "product", domain=_DOMAIN)  # (tokens, n)
         yield self._node("Mul", scope, [f"{scope}/product", f"{inside}/step"], "scaled")  # (tokens, n)
         last = "scaled"
-        bias = numpy_helper.to_array(self._weights[node.input[2]]) if len(node.input) > 2 else None  # (n)
+        bias = self._weight(node.input[2]) if len(node.input) > 2 else None  # (n)
         if layer.least:
             moved = layer.least * (layer.weight.astype(np.float64) * layer.scales).sum(axis=1)  # (n)
             bias = moved if bias is None else bias + moved  # (n)
@@ -272,7 +275,7 @@ class _Quantizer:
         The error of each number is at most 1/254 of the largest number in the same row.
         """
         scope, ids = f"/quantized/{node.output[0]}", node.input[1]
-        rounded, scales = quantize_rows(numpy_helper.to_array(self._weights[node.input[0]]))  # (vocab, n), (vocab, 1)
+        rounded, scales = quantize_rows(self._weight(node.input[0]))  # (vocab, n), (vocab, 1)
         rows = [self._constant(f"{scope}/weight", rounded), ids]
         yield helper.make_node("Gather", rows, [f"{scope}/rounded"], node.name)  # (batch, seq, n)
         steps = [self._constant(f"{scope}/weight.scale", scales), ids]
@@ -280,6 +283,9 @@ class _Quantizer:
         yield self._node("Cast", scope, [f"{scope}/rounded"], "product", to=onnx.TensorProto.FLOAT)
         scaled = [f"{scope}/product", f"{scope}/step"]
         yield helper.make_node("Mul", scaled, list(node.output), f"{scope}/Mul")  # (batch, seq, n)
+
+    def _weight(self, name: str) -> Array:
+        return numpy_helper.to_array(self._weights[name], str(self._folder))
 
     def _zero(self, *, signed: bool) -> str:
         """The name of the constant with the zero point, one uint8."""
@@ -332,9 +338,9 @@ def _is_linear(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
     return len(dims) == 2 and not is_scaled and not is_transposed
 
 
-def _matrix(node: NodeProto, weights: Mapping[str, TensorProto]) -> Array:
+def _matrix(node: NodeProto, weights: Mapping[str, TensorProto], folder: Path) -> Array:
     """The weight matrix of a linear node, (n, k)."""
-    matrix = numpy_helper.to_array(weights[node.input[1]])
+    matrix = numpy_helper.to_array(weights[node.input[1]], str(folder))
     is_transposed = any(attribute.i for attribute in node.attribute if attribute.name == "transB")
     return matrix if is_transposed else matrix.T
 

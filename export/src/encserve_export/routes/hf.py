@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from encserve.hub import Snapshot
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
@@ -37,7 +38,6 @@ from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.reference import Reference
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.routes.reference import export_reference
-from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 

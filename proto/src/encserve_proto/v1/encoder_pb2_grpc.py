@@ -36,6 +36,11 @@ class EncoderServiceStub(object):
     Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
     "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
     a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
+
+    If inputs of Encode or Tokenize are refused, the trailer `encserve-refused-inputs` names them, so that the caller can
+    send the other inputs again. The trailer is a JSON array in ASCII, in the order of the inputs, with at most 64 objects
+    and only as many as fit: {"message": "inputs[3].text: …", "reason": "SEQUENCE_TOO_LONG"}. The server checks a large
+    request in pieces. The trailer names only inputs of the first piece with a refused input.
     """
 
     def __init__(self, channel):
@@ -87,6 +92,11 @@ class EncoderServiceServicer(object):
     Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
     "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
     a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
+
+    If inputs of Encode or Tokenize are refused, the trailer `encserve-refused-inputs` names them, so that the caller can
+    send the other inputs again. The trailer is a JSON array in ASCII, in the order of the inputs, with at most 64 objects
+    and only as many as fit: {"message": "inputs[3].text: …", "reason": "SEQUENCE_TOO_LONG"}. The server checks a large
+    request in pieces. The trailer names only inputs of the first piece with a refused input.
     """
 
     def Encode(self, request, context):
@@ -216,6 +226,11 @@ class EncoderService(object):
     Each error has a status code, a text for people, and details for programs. `google.rpc.ErrorInfo` has the domain
     "encserve" and a machine-readable reason. For INVALID_ARGUMENT, `google.rpc.BadRequest` has the name of the field. If
     a later retry can help, `google.rpc.RetryInfo` has the delay. The trailer `encserve-error-reason` repeats the reason.
+
+    If inputs of Encode or Tokenize are refused, the trailer `encserve-refused-inputs` names them, so that the caller can
+    send the other inputs again. The trailer is a JSON array in ASCII, in the order of the inputs, with at most 64 objects
+    and only as many as fit: {"message": "inputs[3].text: …", "reason": "SEQUENCE_TOO_LONG"}. The server checks a large
+    request in pieces. The trailer names only inputs of the first piece with a refused input.
     """
 
     @staticmethod

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from encserve.extras import install_line
 from encserve_server.engine.aligned import ALIGNMENT_BYTES, align_weights
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_interface, check_shape, lay_out
@@ -260,7 +261,8 @@ def _write_prepacked(graph: Path, path: Path) -> None:
 def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
     """Return a session that runs on CUDA, or None and the reason."""
     if CUDA_PROVIDER not in ort.get_available_providers():
-        return None, f"this ONNX Runtime ({ort.__version__}) has no CUDA provider; install encserve-server[gpu]"
+        hint = f"in a new environment, {install_line('gpu')}"  # onnxruntime-gpu does not work beside onnxruntime
+        return None, f"this ONNX Runtime ({ort.__version__}) has no CUDA provider: {hint}"
     # The CUDA libraries are in Python packages, and the dynamic loader does not search there.
     ort.preload_dlls()
     try:

@@ -2,16 +2,11 @@
 
 from types import ModuleType
 
+from encserve.extras import needs
 from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.errors import BundleError, EngineMissing
 from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
-
-# For each engine module, the package that it needs and the extras that install the package.
-_NEEDS = {
-    "onnx": ("onnxruntime", "encserve-server[cpu], or encserve-server[gpu] on a machine with CUDA"),
-    "openvino": ("openvino", "encserve-server[openvino]"),
-}
 
 
 def open_engine(
@@ -104,18 +99,18 @@ def check_installed(engine: str) -> None:
 
 
 def _module(name: str) -> ModuleType:
-    package, extras = _NEEDS[name]
     try:
         if name == "openvino":
-            from encserve_server.engine import openvino
+            with needs("--engine openvino", "openvino", EngineMissing):
+                from encserve_server.engine import openvino
 
-            return openvino
-        from encserve_server.engine import onnx
+                return openvino
+        with needs("the engine", "cpu", EngineMissing):
+            from encserve_server.engine import onnx
 
-        return onnx
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        raise EngineMissing(f"the Python package {package} is not installed; install {extras}") from error
+            return onnx
+    except ModuleNotFoundError:
+        raise
     except ImportError as error:  # for example, a shared library is missing
+        package = "openvino" if name == "openvino" else "onnxruntime"
         raise EngineMissing(f"the Python package {package} cannot be imported: {error}") from error

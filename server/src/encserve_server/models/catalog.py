@@ -18,7 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Catalog:
-    """The served models by name and version. A name from a caller is never used as a file path."""
+    """The served models by name and version. A name from a caller is never used as a file path.
+
+    Attributes:
+        stage: While models are prepared, the current stage; otherwise empty.
+    """
 
     def __init__(self, aliases: Mapping[str, str] | None = None, *, accept_any_name: bool = False) -> None:
         """Create an empty catalog. Every call fails with NotReady until `publish`.
@@ -33,6 +37,11 @@ class Catalog:
         self._models: dict[tuple[str, str], ServedModel] = {}
         self._default_version: dict[str, str] = {}
         self._default_name = ""
+        self.stage = ""
+
+    def set_stage(self, stage: str) -> None:
+        """Set the stage of the preparation of models, for callers that come too early. Any thread may call this."""
+        self.stage = stage
 
     def publish(self, models: Sequence[ServedModel]) -> None:
         """Replace the served models.
@@ -69,7 +78,7 @@ class Catalog:
             ModelNotFound: No model has this name.
             PermissionDenied: The caller may not use the model.
         """
-        self._check_loaded()
+        self.check_loaded()
         own = name or self._default_name
         if own not in self._default_version:
             own, _ = self._other_name(own, "", allowed)
@@ -101,7 +110,7 @@ class Catalog:
             FingerprintMismatch: The model has another fingerprint.
             SpaceMismatch: The model has another space_id, or none.
         """
-        self._check_loaded()
+        self.check_loaded()
         name = name or self._default_name
         if name not in self._default_version:
             name, version = self._other_name(name, version, visible)
@@ -132,9 +141,10 @@ class Catalog:
             )
         return model
 
-    def _check_loaded(self) -> None:
+    def check_loaded(self) -> None:
+        """Raise NotReady until the first models are published. The error names the stage of their preparation."""
         if not self._models:
-            raise NotReady("the server is still loading its models")
+            raise NotReady(f"the server is still {self.stage or 'loading its models'}")
 
     def _other_name(self, name: str, version: str, visible: Collection[str] | None) -> tuple[str, str]:
         """Return the name and version of the model behind an alias or a hub's name.

@@ -27,6 +27,8 @@ _TURN_SIZE = 8 * 1024
 # A large call is cut into pieces. A piece has at most this number of inputs. The total number of characters, ids and
 # vectors is at most TURN_BYTES.
 _PIECE_INPUTS = 256
+# The largest number of refused inputs that one error names. The check of a call ends at this number.
+_MOST_REFUSED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class InputChecker:
     ) -> list[TokenSequence]:
         """Check inputs and tokenize texts: short texts on the event loop, long texts in threads that senders share.
 
+        The error of the first refused input has the errors of up to 63 other inputs in `RequestError.others`.
+
         Raises:
             InvalidField: An input is invalid for the model.
             SequenceTooLong: An input is too long, and truncation is off.
@@ -173,23 +177,32 @@ class InputChecker:
             if text_tokens and sender.charge_text is not None:
                 sender.charge_text(text_tokens)
         else:
-            sequences, refused = {}, {}
-            around = len(rules.before) + len(rules.after)
-            with self._tokenizer.hold_bytes(text_bytes):
-                for begin, end in pieces(inputs, _TURN_SIZE, around):
-                    piece = {at: inputs[at] for at in range(begin, end)}
-                    cost = sum([_size(it, around) for it in piece.values()])
-                    work = partial(self.check_now, piece, rules)
-                    checked, refused, text_tokens = await self._tokenizer.pool.run(sender, cost, work)
-                    if sender.charge_text is not None:
-                        sender.charge_text(text_tokens)
-                    if refused:
-                        break
-                    sequences |= checked
+            sequences, refused = await self._check_in_threads(inputs, rules, sender, text_bytes)
         if refused:
-            # `pop` avoids a reference cycle: error, traceback, frame, `refused`. The cycle would keep inputs in memory.
-            raise refused.pop(min(refused))
+            raise _error_of_all(refused)
         return list(sequences.values())
+
+    async def _check_in_threads(
+        self, inputs: Sequence[SentInput], rules: InputRules, sender: Sender, text_bytes: int
+    ) -> tuple[dict[int, TokenSequence], dict[int, RequestError]]:
+        """Return the sequences of valid inputs, and the errors of refused inputs. End early with many errors."""
+        assert self._tokenizer is not None  # noqa: S101 - the caller checks this
+        sequences: dict[int, TokenSequence] = {}
+        refused: dict[int, RequestError] = {}
+        around = len(rules.before) + len(rules.after)
+        with self._tokenizer.hold_bytes(text_bytes):
+            for begin, end in pieces(inputs, _TURN_SIZE, around):
+                piece = {at: inputs[at] for at in range(begin, end)}
+                cost = sum([_size(it, around) for it in piece.values()])
+                work = partial(self.check_now, piece, rules)
+                checked = await self._tokenizer.pool.run(sender, cost, work)
+                if sender.charge_text is not None:
+                    sender.charge_text(checked.text_tokens)
+                sequences |= checked.sequences
+                refused |= checked.refused
+                if len(refused) >= _MOST_REFUSED:
+                    break
+        return sequences, refused
 
     def check_now(self, inputs: Mapping[int, SentInput], rules: InputRules) -> Checked:
         """Check inputs and tokenize texts in the calling thread. Several threads may do this at the same time.
@@ -236,13 +249,14 @@ class InputChecker:
         """Return the size of all texts in bytes of UTF-8, including the strings before and after every text.
 
         Raises:
-            InvalidField: A text is too long.
+            InvalidField: A text is too long. Nothing is tokenized then.
         """
         if self._tokenizer is None:
             return 0
         around_bytes = len((rules.before + rules.after).encode())
         text_bytes = counted_chars = 0
         queries: set[int] = set()  # the ids of the queries that have been counted
+        refused: dict[int, RequestError] = {}
         for at, sent in enumerate(inputs):
             texts: tuple[str, ...] = (sent,) if isinstance(sent, str) else ()
             if isinstance(sent, SentPair):
@@ -258,9 +272,11 @@ class InputChecker:
                 counted_chars += len(text)
                 size = len(text.encode("utf-8", "surrogatepass"))
                 if size > self._max_text_bytes:
-                    self._check_text(at, text)
+                    refused[at] = too_many_bytes(FieldPath(RequestField.TEXT, at), self._max_text_bytes, size)
                 text_bytes += size
             text_bytes += around_bytes if texts else 0
+        if refused:
+            raise _error_of_all(refused)
         return text_bytes
 
     def _check_text(self, at: int, text: str) -> None:
@@ -476,6 +492,16 @@ class InputChecker:
                 f"must be finite; was {vectors[row, column]} in row {row}, column {column}",
             )
         return TokenSequence(vectors, sent.count)
+
+
+def _error_of_all(refused: dict[int, RequestError]) -> RequestError:
+    """Remove and return the error of the first refused input. The error gets the errors of the other inputs.
+
+    The removal avoids a reference cycle: error, traceback, frame, `refused`. The cycle would keep inputs in memory.
+    """
+    first = refused.pop(min(refused))
+    first.others = [refused[at] for at in sorted(refused)[: _MOST_REFUSED - 1]]
+    return first
 
 
 def first_piece(inputs: Sequence[SentInput]) -> int:

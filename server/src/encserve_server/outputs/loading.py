@@ -4,9 +4,10 @@ from typing import Protocol
 
 import numpy as np
 
+from encserve.extras import install_line
 from encserve_server.engine.base import Head
 from encserve_server.errors import BundleError
-from encserve_server.outputs.token_pooling import EXTRA, can_pool, pool_tokens
+from encserve_server.outputs.token_pooling import can_pool, pool_tokens
 from encserve_server.types.arrays import Numbers
 from encserve_server.types.bundles import Bundle, HeadGraph, SparsePooling, TokenPooling
 from encserve_server.types.requests import OutputKind
@@ -57,7 +58,7 @@ def load_heads(bundle: Bundle, open_head: OpenHead) -> dict[OutputKind, Head]:
     if bundle.scores is not None:
         heads[OutputKind.SCORES] = _load(open_head, bundle.scores.head, (2,), on_device=False)
     if not can_pool() and any(settings.token_pooling for settings in bundle.tasks.values()):
-        raise BundleError(f"model {bundle.name} pools the vectors of tokens, which needs SciPy: install {EXTRA}")
+        raise BundleError(f"model {bundle.name} joins similar vectors, which needs SciPy: {install_line('pooling')}")
     return heads
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from encserve.extras import install_line
 from encserve_server.engine.base import Head
 from encserve_server.errors import FieldPath, InvalidField, RequestField, TooLongToPool
 from encserve_server.outputs.kind import Kind, Wanted, all_places
 from encserve_server.outputs.rows import BatchRows, Column, finish, invalid_head_rows
 from encserve_server.outputs.spec import FLOAT_TYPES, MAX_POOLED_VECTORS, OutputSpec
-from encserve_server.outputs.token_pooling import EXTRA, TokenPooler, can_pool
+from encserve_server.outputs.token_pooling import TokenPooler, can_pool
 from encserve_server.types.arrays import IndexedRows, Mask, Numbers
 from encserve_server.types.bundles import Bundle, MultiVector, TaskSettings, TokenPooling
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
@@ -171,4 +172,4 @@ def _check_pool_factor(field: FieldPath, factor: float, task: Task) -> None:
             field, "is not available for {task}, because it makes results worse; was {was}", task=task, was=was
         )
     if not can_pool():
-        raise InvalidField(field, f"this server cannot join vectors: install {EXTRA}")
+        raise InvalidField(field, f"this server cannot join vectors: {install_line('pooling')}")

@@ -13,8 +13,6 @@ from encserve_server.outputs.rows import l2_normalized
 from encserve_server.types.arrays import Numbers
 from encserve_server.types.bundles import TokenPooling
 
-EXTRA = "encserve-server[pooling]"
-
 Distances = npt.NDArray[np.float64]
 
 

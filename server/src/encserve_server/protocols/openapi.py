@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.routes import PLACEHOLDER, Dialect, Reply, Request, Route
 from encserve_server.errors import CALLER_ERRORS

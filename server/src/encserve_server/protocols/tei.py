@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Route
@@ -200,6 +200,7 @@ class TeiRoutes:
     def __init__(self, host: Host) -> None:
         """Keep the settings."""
         self._is_serving = host.is_serving
+        self._catalog = host.calls.catalog
         self._settings = settings = host.settings
         self._root = BodyDecoder(RootBody, settings, inputs=TEXTS_OR_IDS, sentences=STRINGS)
         self._embed = BodyDecoder(EmbedBody, settings, inputs=TEXTS_OR_IDS)
@@ -398,13 +399,14 @@ class TeiRoutes:
         )
 
     async def health(self, request: Request, call: Call) -> Reply:
-        """Answer 200 with an empty body while every model is ready, otherwise 503.
+        """Answer 200 with an empty body while every model is ready, otherwise 503 with the reason.
 
         Raises:
             NotReady: A model is not ready.
         """
         del request, call
         if not self._is_serving():
+            self._catalog.check_loaded()
             raise NotReady
         return Reply(b"")
 

@@ -28,18 +28,24 @@ _POOLING: dict[int, OutputKind] = {
 }
 
 
-def read_bundle(directory: Path) -> Bundle:
-    """Read and verify a bundle. `directory` is <name>/<version>/ in a model repository.
+def read_bundle(directory: Path, key: tuple[str, str] | None = None) -> Bundle:
+    """Read and verify a bundle.
+
+    Args:
+        directory: The folder of the bundle.
+        key: The name and the version that the manifest must have. Default: `directory` is <name>/<version>/ in a model
+            repository.
 
     Raises:
         BundleError: A file is missing, altered or unreadable, or fields contradict each other. The text names the file
             or field.
     """
-    manifest = _read_manifest(directory / MANIFEST_NAME)
-    if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
+    manifest = read_manifest(directory / MANIFEST_NAME)
+    name, version = key or (directory.parent.name, directory.name)
+    if (manifest.name, manifest.version) != (name, version):
         raise BundleError(
-            f"{directory / MANIFEST_NAME}: it describes {manifest.name}/{manifest.version} but is in "
-            f"{directory.parent.name}/{directory.name}"
+            f"{directory / MANIFEST_NAME}: it describes {manifest.name}/{manifest.version} but is in {name}/{version}; "
+            "`encserve bundle rename` gives a bundle another name or version"
         )
     verified = {file.path: _verify_listed(directory, file) for file in manifest.files}
     _refuse_unlisted(directory, set(verified.values()))
@@ -197,8 +203,12 @@ def verify_unchanged(files: Mapping[Path, str]) -> None:
         _verify_sha256(path, sha256)
 
 
-def _read_manifest(path: Path) -> manifest_pb2.Manifest:
-    """Parse a manifest and check that this server knows its format."""
+def read_manifest(path: Path) -> manifest_pb2.Manifest:
+    """Parse a manifest and check that this server knows its format. The files of the bundle are not read.
+
+    Raises:
+        BundleError: The file cannot be read, is not a manifest, or has another format version.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from encserve_server.models.turns import FairThreadPool
 from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.loaded import LoadedModel, ServedAlready, batch_policy
+from encserve_server.repository.scan import tuned_file
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.cpus import cpu_model, usable_cpus
@@ -132,7 +133,7 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         engine,
         bundle,
         lambda budget: batch_policy(settings, device, budget),
-        path=directory.parent / f".{directory.name}.tuned.json",
+        path=tuned_file(directory),
         machine={
             "cpu": cpu_model(),
             "intra_op_threads": threads,

@@ -116,6 +116,23 @@ def newest_version(model: Path) -> Path:
     return model / versions[-1]
 
 
+def check_name(field: str, name: str) -> None:
+    """Check the name of a model, or a version. `field` is "name" or "version", for the error.
+
+    Raises:
+        BundleError: The name cannot be the name of a folder in a model repository.
+    """
+    if not _VALID_NAME.fullmatch(name):
+        raise BundleError(
+            f"{field} must be 1 to 64 letters, digits, '.', '_' and '-', with a letter or digit first; was {name!r}"
+        )
+
+
+def tuned_file(directory: Path) -> Path:
+    """Return the path of the measured batch budget of a bundle. `directory` is <name>/<version>/ in the repository."""
+    return directory.parent / f".{directory.name}.tuned.json"
+
+
 def version_key(version: str) -> list[tuple[int, int, str]]:
     """Return a sort key. With this key, 1.9 < 1.10 and 1.0-rc1 < 1.0. Versions with equal parts compare as strings."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]

@@ -55,7 +55,7 @@ class Cache:
         Raises:
             OSError: The folder cannot be used; `strerror` has the cause. Exceptions of `make` pass through.
         """
-        _open_private(self._folder)
+        open_private(self._folder)
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]
         entry = self._folder / name
         if not _is_intact(entry):
@@ -96,7 +96,7 @@ class Cache:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_private(folder: Path) -> None:
+def open_private(folder: Path) -> None:
     """Create a folder if needed, and check that only this user can write into the folder.
 
     Raises:

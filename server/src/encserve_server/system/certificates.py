@@ -1,7 +1,7 @@
 """The server's TLS files: reads and validates them, and reads them again when they change.
 
 `Certificates` holds the files in use. Every port uses `Certificates.current` for each new connection. So a change needs
-no restart, and open connections stay open. This module needs encserve-server[tls].
+no restart, and open connections stay open. This module needs the extra `tls`.
 """
 
 import contextlib

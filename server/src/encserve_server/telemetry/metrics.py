@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.types.callers import Priority
 from encserve_server.types.sequences import Batch, ClosedBy
 

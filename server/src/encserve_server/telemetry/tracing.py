@@ -45,7 +45,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.errors import StartupError
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans

@@ -1,4 +1,4 @@
-"""Options for inputs and outputs. The slow imports are in `delivery`, so that the help is fast."""
+"""Options for inputs and outputs. The slow imports are in other modules, so that the help is fast."""
 
 import functools
 import glob
@@ -8,19 +8,16 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
 from encserve_cli.shared import rare_option, with_options
 
-if TYPE_CHECKING:
-    from encserve_client import DType
-
 Command = Callable[..., Any]
 STDOUT = Path("-")  # --output - writes to standard output
-# The suffixes of `files.writing`. Its import is slow.
+# The suffixes of `files.writing`, a module whose import is slow.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 
@@ -71,21 +68,17 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Printing:
-    """The destination and the form of vectors.
+    """The destination of vectors.
 
     Attributes:
         output: A file, `STDOUT`, or None to print the vectors.
         folder: The folder of a job, a path or a URI, or None.
         max_rows: The largest number of rows to print for each text.
-        dimensions: Keep only this many numbers at the start of each row; None for all.
-        dtype: The type of the numbers.
     """
 
     output: Path | None
     folder: str | None
     max_rows: int
-    dimensions: int | None
-    dtype: "DType"
 
     @property
     def names_tokens(self) -> bool:
@@ -173,15 +166,13 @@ def _files_of(pattern: str) -> list[str]:
 
 
 def prints_rows(command: Command) -> Command:
-    """Add the options of outputs to a command. The command gets the argument `printing`."""
+    """Add the options of outputs to a command. The command gets the arguments `printing`, `dimensions` and `dtype`."""
 
     @functools.wraps(command)
-    def wrapper(
-        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: "DType", **others: Any
-    ) -> Any:
+    def wrapper(*args: Any, output: str | None, max_rows: int, **others: Any) -> Any:
         folder = output if output is not None and _is_folder(output) else None
         path = None if output is None or folder else Path(output)
-        return command(*args, printing=Printing(path, folder, max_rows, dimensions, dtype), **others)
+        return command(*args, printing=Printing(path, folder, max_rows), **others)
 
     return with_options(
         wrapper,

@@ -1,7 +1,7 @@
-"""Encodes many inputs through one client, in order and in bounded memory. Errors name the file and line."""
+"""Encodes blocks of inputs in threads, in order and in bounded memory. Errors name the file and line."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from encserve_cli.files.reading import Sent
-from encserve_client import EncodeResult, InferenceError, InvalidRequestError
+from encserve_client import EncodeResult, EncserveError, InferenceError, InvalidRequestError
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 # The errors of an input itself. Other errors, such as a crash of the server, hit all inputs of a message.
@@ -20,33 +21,37 @@ REFUSALS = (InvalidRequestError, InferenceError)
 # text, and this many short inputs.
 _BLOCK_BYTES = 64 * 1024
 _BLOCK_INPUTS = 2048
-# The client sends messages of the next block while it waits for the last answers of a block.
-_BLOCKS_AT_ONCE = 2
-
-Run = Callable[[list[Any]], R]
+# One block is computed, one is tokenized or waits, and one is written. Meanwhile a fourth block is read.
+_BLOCKS_AT_ONCE = 3
 
 
-def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) -> Iterator[tuple[list[Sent], R]]:
-    """Yield blocks of inputs with their results, in the order of the inputs.
+def encode_in_order(
+    encode: Callable[[T], R], blocks: Iterable[T], stop: Callable[[], object]
+) -> Generator[tuple[T, R], None, None]:
+    """Yield (block, `encode(block)`) for each block, in order. Several threads call `encode` at the same time.
+
+    Close the generator after an error, so that the calls end.
 
     Args:
-        run: Encodes the inputs of one block. Several threads call `run` at the same time.
-        inputs: The inputs.
-        stop: Ends the running calls soon. Called after an error or Ctrl-C.
+        encode: Encodes a block.
+        blocks: The blocks. They are read only a few blocks ahead.
+        stop: Ends the running calls soon. Called after an error or Ctrl-C, and if the caller closes the generator.
 
     Raises:
-        ValueError: An input cannot be read or is refused. The message names the file and line of the input.
-        EncserveError: `run` failed for another reason.
+        Exception: The first error of `encode` or `blocks`. Blocks before an error of `blocks` are yielded first.
     """
     with ThreadPoolExecutor(_BLOCKS_AT_ONCE, thread_name_prefix="encserve-block") as pool:
-        waiting: deque[tuple[list[Sent], Future[R]]] = deque()
+        waiting: deque[tuple[T, Future[R]]] = deque()
+        failure: list[Exception] = []
         try:
-            for block in _blocks(inputs):
-                waiting.append((block, pool.submit(encode_block, run, block)))
-                if len(waiting) > _BLOCKS_AT_ONCE:
+            for block in _until_failure(blocks, failure):
+                waiting.append((block, pool.submit(encode, block)))
+                if len(waiting) == _BLOCKS_AT_ONCE:
                     yield _next(waiting)
             while waiting:
                 yield _next(waiting)
+            if failure:
+                raise failure[0]
         except BaseException:
             stop()
             raise
@@ -55,12 +60,21 @@ def encode_all(run: Run[R], inputs: Iterable[Sent], stop: Callable[[], object]) 
                 future.cancel()
 
 
-def _next(waiting: "deque[tuple[list[Sent], Future[R]]]") -> tuple[list[Sent], R]:
+def _until_failure(blocks: Iterable[T], failure: list[Exception]) -> Iterator[T]:
+    """Yield blocks. If a file cannot be read, add the error to `failure` and end, so earlier rows are not lost."""
+    try:
+        yield from blocks
+    except (ValueError, OSError) as error:
+        failure.append(error)
+
+
+def _next(waiting: "deque[tuple[T, Future[R]]]") -> tuple[T, R]:
     block, future = waiting.popleft()
     return block, future.result()
 
 
-def _blocks(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
+def blocks_of(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
+    """Yield the inputs in blocks, in order."""
     block: list[Sent] = []
     size = 0
     for it in inputs:
@@ -73,7 +87,7 @@ def _blocks(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
         yield block
 
 
-def encode_block(run: Run[R], block: Sequence[Sent]) -> R:
+def encode_block(run: Callable[[list[Any]], R], block: Sequence[Sent]) -> R:
     """Return the result of `run` for some inputs.
 
     Raises:
@@ -85,7 +99,12 @@ def encode_block(run: Run[R], block: Sequence[Sent]) -> R:
     except REFUSALS as error:
         if error.index is None:
             raise
-        raise ValueError(f"{block[error.index].where}: {error.problem}") from error
+        raise refused(block[error.index], error) from error
+
+
+def refused(it: Sent, error: EncserveError) -> ValueError:
+    """Return the error of a refused input. The message names the file and line."""
+    return ValueError(f"{it.where}: {error.problem}")
 
 
 def check_complete(result: EncodeResult) -> EncodeResult:

@@ -51,7 +51,7 @@ _READ_BYTES = 16 * MIB
 _MOST_LINE_BYTES = 16 * MIB
 _BOM = b"\xef\xbb\xbf"
 _LONG_LINE = f"must be a line of at most {_MOST_LINE_BYTES // MIB} MiB"
-# The first lines of each .jsonl file, which decide the types of --keep.
+# The values in this many first lines of each .jsonl file decide the types of --keep.
 _SAMPLE_LINES = 2048
 
 # A text, (seq,) token ids, or (seq, d_model) vectors.

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 
+from encserve.extras import needs
+from encserve_cli.bundles.finding import find_bundle
 from encserve_cli.files.reading import InputKind, ReadOptions
-from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions
@@ -42,8 +43,9 @@ def backend_of(
     model_version: str | None = None,
     engine: EngineOptions | None = None,
     ray: RayOptions | None = None,
+    include_token_strings: bool = False,
 ) -> Backend:
-    """Return the source of vectors; see `embed_files`.
+    """Return the source of vectors; see `embed_files`. `include_token_strings` is for a client.
 
     Raises:
         ValueError: Not exactly one of `bundle` and `client` is given, or the bundle or a package is missing.
@@ -54,17 +56,13 @@ def backend_of(
     if client is not None:
         if engine is not None or ray is not None:
             raise ValueError(f"{'ray' if engine is None else 'engine'}: is for a bundle; a client has none")
-        return ServerBackend(client, model, model_version)
+        return ServerBackend(client, model, model_version, include_token_strings=include_token_strings)
     if model is not None or model_version is not None:
         raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
     assert bundle is not None  # noqa: S101 - the check above ensures this
     if ray is not None:
-        try:
+        with needs("--ray", "ray", ValueError):
             from encserve_cli.job.ray import RayBackend
-        except ModuleNotFoundError as error:
-            if error.name != "ray":
-                raise
-            raise ValueError("--ray needs the package ray: pip install 'encserve-cli[ray]'") from error
         # Each node copies the bundle of a URI itself.
         return RayBackend.of_bundle(
             bundle if "://" in bundle else str(find_bundle(bundle)), engine or EngineOptions(), ray
@@ -111,10 +109,10 @@ def embed_files(
         inputs: Files, as paths or as URIs such as s3://bucket/corpus.parquet.
         output: The folder, a path or a URI.
         bundle: The model to run in this process: a bundle, a directory with a checkpoint, or the name of a checkpoint
-            on the hub; see `--bundle`. Needs the package encserve-server.
-        client: The client of a server that embeds, best `EncoderClient(..., priority="bulk", timeout_seconds=300)`. The
-            job survives a full or restarting server for `timeout_seconds`. The client stays open. Ctrl-C waits for
-            the running calls, at most `timeout_seconds` if the server does not answer.
+            on the hub; see `--bundle`. Needs `encserve[cpu]`.
+        client: The client of a server that embeds. Recommended: `EncoderClient(..., priority="bulk",
+            timeout_seconds=300)`. If the server is full or restarts, the job waits up to `timeout_seconds`. The client
+            stays open. Ctrl-C ends the job within about a second, even if the server does not answer.
         model: The name of the served model. Default: the server's default model.
         model_version: The version of the model. Default: the model's default version.
         engine: The options for running the bundle. Default: the defaults of encserve-server.
@@ -131,7 +129,7 @@ def embed_files(
         exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
         part_rows: Rows per part of a new job. Default: 2,048; for kinds with many rows per input, at most 256.
         shard: (index from 0, number of shares), if several calls do the job together. Default: the whole job.
-        overwrite: Whether to remove the output of another job first.
+        overwrite: Whether to remove the output of another job first; not with `shard`.
         add_inputs: Whether to add inputs that the job does not have yet.
         max_rejected: The largest allowed number of rejected rows. Default: no limit.
         on_progress: A function that is called with the progress, often and from any thread. Should return soon.
@@ -161,6 +159,7 @@ def embed_files(
         backend,
         read=ReadOptions(input_kind, column, tuple(keep)),
         make=MakeOptions(
+            kind or "",
             dimensions=dimensions,
             dtype=dtype,
             task=task,
@@ -168,7 +167,6 @@ def embed_files(
             truncate=truncate,
             exclude_special=exclude_special_tokens,
         ),
-        kind=kind,
         part_rows=part_rows,
         shard=None if shard is None else Shard(*shard),
         overwrite=overwrite,

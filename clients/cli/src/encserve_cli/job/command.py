@@ -1,32 +1,30 @@
-"""A job on the command line: its options, its output on the terminal, and Ctrl-C."""
+"""`encserve embed` and `encserve encode`: their options, the output of jobs on the terminal, and Ctrl-C."""
 
 import ctypes
 import functools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from encserve_cli.files.command import Printing, Sources
-from encserve_cli.files.delivery import deliver
 from encserve_cli.files.reading import InputKind, ReadOptions
-from encserve_cli.files.rows import MIB, Value
+from encserve_cli.files.rows import MIB
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job.api import RayOptions, backend_of
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions
+from encserve_cli.job.one_file import deliver
 from encserve_cli.job.plan import MakeOptions, json_text
 from encserve_cli.job.run import LocalWorker
-from encserve_cli.job.sample import take_sample
-from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
-from encserve_cli.job.types import Encoder, Shard
-from encserve_cli.progress import Count, shown_progress
+from encserve_cli.job.showing import plan_record, summary_lines, summary_record
+from encserve_cli.job.types import Shard
+from encserve_cli.progress import shown_progress
 from encserve_cli.shared import STOPPED, errors_in_one_line
-from encserve_client import EncoderClient, EncodeResult, Timings
+from encserve_client import EncoderClient
 
 SOME_REJECTED = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
@@ -35,22 +33,29 @@ _ENGINE = tuple(it.name for it in fields(EngineOptions))
 _ACTORS = ("actors", "actor_cpus", "actor_gpus")
 
 
-def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Run the job of a command's options, and end the command with its exit status.
+def run_embedding(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Run `encserve embed` or `encserve encode`: a job, or a command that writes one file or prints.
 
     Args:
         given: The options of `encserve_cli.job_options` that the user gave, by name.
         options: All other options of the command, by name.
 
     Raises:
-        ClickException: The job failed.
-        Exit: Some rows were rejected, or the job was stopped.
+        ClickException: The command failed.
+        Exit: Some rows of a job were rejected, or the job was stopped.
     """
-    _give_memory_back()
     context = click.get_current_context()
-    Interrupts.current().describe(lambda: "stopped before the job began; nothing was computed")
+    sources: Sources = options["sources"]
+    printing: Printing = options["printing"]
+    is_job = printing.folder is not None
+    if is_job:
+        _give_memory_back()
+        Interrupts.current().describe(lambda: "stopped before the job began; nothing was computed")
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
-        client = None if "bundle" in given else stack.enter_context(context.obj.client("bulk", reads_files=True))
+        client = None
+        if "bundle" not in given:
+            priority = "bulk" if is_job else None
+            client = stack.enter_context(context.obj.client(priority, reads_files=bool(sources.files)))
         backend = backend_of(
             bundle=given.get("bundle"),
             client=client,
@@ -58,9 +63,18 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             model_version=options["model_version"],
             engine=_engine_options(given),
             ray=_ray_options(given),
+            include_token_strings=printing.names_tokens and not sources.ids,
         )
-        with _open(backend, given, options) as job:
-            status = _work(job, client, given, as_json=options["as_json"])
+        if is_job:
+            with _open(backend, given, options) as job:
+                status = _work(job, client, given, as_json=options["as_json"])
+        else:
+            worker = backend.open(_make_options(options), None)
+            stack.callback(worker.close)
+            assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
+            stop = worker.stop if client is None else client.close
+            deliver(worker.encoder, sources, printing, options["as_json"], stop)
+            status = 0
     if status:
         context.exit(status)
 
@@ -89,52 +103,17 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
     return RayOptions(given["ray"], **{name: given[name] for name in _ACTORS if name in given})
 
 
-def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Print the outputs of --bundle, or write them to one file. For the arguments, see `run_job`.
-
-    Raises:
-        ClickException: The bundle or an input cannot be used, or the file cannot be written.
-    """
-    with errors_in_one_line(RuntimeError), ExitStack() as stack:
-        backend = backend_of(bundle=given["bundle"], engine=_engine_options(given))
-        worker = backend.open(_make_options(options), _kind(options), None)
-        stack.callback(worker.close)
-        assert isinstance(worker, LocalWorker)  # noqa: S101 - --ray is for jobs
-        run = functools.partial(_encode, worker.encoder)
-        deliver(run, options["sources"], options["printing"], options["as_json"], worker.stop)
-
-
-def _encode(encoder: Encoder, inputs: Sequence[Value], count: Count) -> EncodeResult:
-    """Return the outputs in the form of `EncoderClient.run`. Raise the error of the first refused input."""
-    began = time.perf_counter()
-    encoded = encoder.encode(inputs, lambda rows, *_: count(rows))
-    if encoded.refused:
-        index = min(encoded.refused)
-        error = encoded.refused[index]
-        error.index = index
-        raise error
-    assert encoded.result is not None  # noqa: S101 - there are inputs, and none was refused
-    return replace(encoded.result, timings=Timings(0.0, 0.0, 0.0, time.perf_counter() - began, 0, 0))
-
-
 def _make_options(options: Mapping[str, Any]) -> MakeOptions:
-    printing: Printing = options["printing"]
+    is_tokens = "exclude_special" in options  # only `encserve encode` has this option
     return MakeOptions(
-        dimensions=printing.dimensions,
-        dtype=printing.dtype,
+        "tokens" if is_tokens else options["pooling"] or options["kind"] or "",
+        dimensions=options["dimensions"],
+        dtype=options["dtype"],
         task=options["task"],
         prompt_name=options["prompt_name"],
         truncate=options["truncate"],
         exclude_special=options.get("exclude_special", False),
     )
-
-
-def _kind(options: Mapping[str, Any]) -> str | None:
-    """Return the kind of the output; None for the kind that the model was trained for."""
-    if "exclude_special" in options:  # only `encserve encode` has this option
-        return "tokens"
-    kind: str | None = options["pooling"] or options["kind"]
-    return kind
 
 
 def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]) -> EmbedJob:
@@ -146,11 +125,9 @@ def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]
         backend,
         read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),
         make=_make_options(options),
-        kind=_kind(options),
         shard=Shard(*given["shard"]) if "shard" in given else None,
         overwrite="overwrite" in given,
         add_inputs="add_inputs" in given,
-        save="dry_run" not in given,
     )
 
 
@@ -160,13 +137,10 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any], *, as_json: bool) -> int:
-    """Run an open job or show its plan. Return the exit status."""
-    if "dry_run" in given:
-        _show_plan(job, as_json=as_json)
-        return 0
+    """Run an open job. Return the exit status."""
     finished = job.finished()  # before `describe`, so that KeyboardInterrupt ends the search for finished parts
     if as_json:
-        _event("plan", plan_record(job.plan, job.shard, job.store.uri, finished, None))
+        _event("plan", plan_record(job.plan, job.shard, job.store.uri, finished))
     unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
     interrupts = Interrupts.current()
     interrupts.describe(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
@@ -183,17 +157,6 @@ def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any],
     else:
         click.echo("\n".join(summary_lines(summary)))
     return SOME_REJECTED if summary.rejected else 0
-
-
-def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
-    finished = job.finished()
-    work = job.plan.work(finished, job.shard, divided=False)
-    assert isinstance(job.worker, LocalWorker)  # noqa: S101 - --dry-run and --ray exclude each other
-    shown = (job.plan, job.shard, job.store.uri, finished, take_sample(job.plan, work, job.worker.encoder))
-    if as_json:
-        _event("plan", plan_record(*shown))
-    else:
-        click.echo("\n".join(plan_lines(*shown)))
 
 
 def _event(name: str, record: Mapping[str, Any]) -> None:

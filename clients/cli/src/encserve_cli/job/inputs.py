@@ -115,7 +115,7 @@ def _mismatch(name: str, one: tuple[str, str], other: tuple[str, str]) -> str:
 
 
 def open_input(plan: Plan, index: int) -> RowReader:
-    """Open an input file of a job. The first `read` returns its first row.
+    """Open an input file of a job, at the first row.
 
     Raises:
         ValueError: The file has changed since the job began.

@@ -20,21 +20,20 @@ from encserve_cli.job.plan import (
     match_inputs,
     rows_of_part,
 )
-from encserve_cli.job.run import JobRun, JobSummary, Worker
+from encserve_cli.job.run import JobSummary, TooManyRejected, Worker
 from encserve_cli.job.store import Store, open_store, write_text
 from encserve_cli.job.types import InputFile, Part, PartReport, Shard
-from encserve_cli.progress import OnProgress
+from encserve_cli.progress import OnProgress, ProgressCounter
 
 
 class Backend(Protocol):
     """The source of vectors: a server, this process, or a cluster."""
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Worker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> Worker:
         """Load or find the model.
 
         Args:
-            make: The output of each input; `make.kind` is not set yet.
-            kind: The kind of the output; None for the kind that the model was trained for.
+            make: The output of each input.
             before: The model of the job's plan, if there is a plan. Settings that the user did not give come from this
                 model.
 
@@ -61,12 +60,10 @@ class EmbedJob:
         *,
         read: ReadOptions,
         make: MakeOptions,
-        kind: str | None = None,
         part_rows: int | None = None,
         shard: Shard | None = None,
         overwrite: bool = False,
         add_inputs: bool = False,
-        save: bool = True,
     ) -> None:
         """Load the model. Read the plan from the output, or make a new plan.
 
@@ -76,12 +73,10 @@ class EmbedJob:
             backend: The source of vectors.
             read: The options for reading inputs.
             make: The output of each input.
-            kind: The kind of the output; None for the kind that the model was trained for.
             part_rows: Rows per part of a new job. None: 2,048; for kinds with many rows per input, at most 256.
             shard: The share to do; None for the whole job.
-            overwrite: Whether to remove the output of another job first.
+            overwrite: Whether to remove the output of another job first; not with `shard`.
             add_inputs: Whether to add inputs that the plan does not have.
-            save: Whether to write the plan. False for a dry run, which must not call `run`.
 
         Raises:
             ValueError: The folder has parts of another job, an input cannot be used, or settings contradict each other.
@@ -90,24 +85,28 @@ class EmbedJob:
         """
         if part_rows is not None and part_rows < 1:  # checked first, because loading the model is slow
             raise ValueError(f"part_rows must be at least 1; was {part_rows}")
+        if shard is not None and overwrite:
+            raise ValueError(
+                "overwrite must be False with shard, because it would remove the parts of the other shards; remove the "
+                "output before the first shard begins, or name another folder"
+            )
         self._read = read
         self._part_rows = part_rows
         self._add_inputs = add_inputs
         self.shard = shard or Shard()
-        # A dry run with --overwrite counts no part as done: a real run would remove all parts.
-        self._finished: dict[Part, PartReport] | None = {} if overwrite and not save else None
+        self._finished: dict[Part, PartReport] | None = None
         with ExitStack() as stack:
             self.store: Store = open_store(output)
             before = None if overwrite else self._saved_plan()
             found = find_inputs(inputs, before.inputs if before else ())
             self._check_apart(found)
-            self.worker = backend.open(make, kind, before.model if before else None)
+            self.worker = backend.open(make, before.model if before else None)
             stack.callback(self._close_worker)
             self.plan, is_new = self._continued(before, found) if before else (self._new_plan(found), True)
-            if overwrite and save:  # only after the checks of the model and the inputs
+            if overwrite:  # only after the checks of the model and the inputs
                 clear(self.store)
-            if is_new and save and not self._save(before):
-                self._join(backend, make, kind, found)
+            if is_new and not self._save(before):
+                self._join(backend, make, found)
             self._stack = stack.pop_all()
 
     def _saved_plan(self) -> Plan | None:
@@ -131,13 +130,13 @@ class EmbedJob:
         write_text(self.store, PLAN_NAME, self.plan.to_json())
         return True
 
-    def _join(self, backend: Backend, make: MakeOptions, kind: str | None, found: Sequence[InputFile]) -> None:
+    def _join(self, backend: Backend, make: MakeOptions, found: Sequence[InputFile]) -> None:
         """Use the plan that another run has just written, with its measured settings. Other settings must be equal."""
         begun = self._saved_plan()
         differs = begun is None
         if begun is not None:
             self.worker.close()
-            self.worker = backend.open(make, kind, begun.model)
+            self.worker = backend.open(make, begun.model)
             self.plan, differs = self._continued(begun, found)
         if differs:
             raise ValueError(
@@ -232,16 +231,34 @@ class EmbedJob:
             Exception: An error of the model, the inputs or the output.
         """
         finished = self._finished = dict(self.finished())
-        run = JobRun(self.plan, finished, total_rows=self.total_rows, on_progress=on_progress)
-        run.check_rejected(max_rejected)
+        parts_before, first_rejected = len(finished), ""
+        counter = ProgressCounter(
+            self.total_rows,
+            on_progress,
+            rows=sum(it.rows for it in finished.values()),
+            parts=parts_before,
+            rejected=sum(it.rejected for it in finished.values()),
+        )
+        progress = counter.report()
+        _check_rejected(progress.rejected, max_rejected, first_rejected)
         work = self.plan.work(finished, self.shard, divided=self.worker.divides_files)
-        run.counter.report()
-        with closing(self.worker.run(self.plan, self.store, work, run.counter.count_batch)) as reports:
+        with closing(self.worker.run(self.plan, self.store, work, counter.count_batch)) as reports:
             for report in reports:
                 finished[report.part] = report
-                run.count_part(report)
-                run.check_rejected(max_rejected)
-        return run.summary(self.store.uri)
+                first_rejected = first_rejected or report.first_rejected
+                progress = counter.count_part(report.rows, report.rejected)
+                _check_rejected(progress.rejected, max_rejected, first_rejected)
+        return JobSummary(
+            output=self.store.uri,
+            rows=progress.rows,
+            rejected=progress.rejected,
+            first_rejected=first_rejected,
+            parts=progress.parts,
+            parts_before=parts_before,
+            tokens=progress.tokens,
+            seconds=counter.report().seconds,
+            plan=self.plan,
+        )
 
     def stop(self) -> None:
         """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call.
@@ -264,6 +281,16 @@ class EmbedJob:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_rejected(rejected: int, most: int | None, first_rejected: str) -> None:
+    """Raise TooManyRejected if more than `most` rows were rejected."""
+    if most is not None and rejected > most:
+        example = f", such as {first_rejected}" if first_rejected else ""
+        raise TooManyRejected(
+            f"{rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; {REJECTED}/ in the output "
+            "lists all rejected rows"
+        )
 
 
 def _listed(types: Mapping[str, str]) -> str:

@@ -1,12 +1,14 @@
-"""Encoding in this process, with the package encserve-server and without a server."""
+"""Encoding in this process, without a server."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from encserve.extras import needs
 from encserve_cli.files.rows import Value
 from encserve_cli.job.plan import MakeOptions, ModelFacts
 from encserve_cli.job.run import LocalWorker
@@ -21,12 +23,10 @@ from encserve_client import (
     Timings,
 )
 
-_UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options for running a bundle in this process. None means the default of encserve-server.
+    """The options for running a bundle in this process. None means the server's default.
 
     Attributes:
         engine: "onnxruntime" or "openvino".
@@ -64,31 +64,14 @@ def open_embedder(bundle: Path, options: EngineOptions) -> Any:
     """Load a bundle.
 
     Raises:
-        ValueError: encserve-server is not installed.
+        ValueError: A package of the extra `cpu` is not installed.
         RuntimeError: The bundle, the engine or the device cannot be used. The message has the reason.
     """
-    try:
+    with needs("--bundle", "cpu", ValueError):
         from encserve_server.errors import EncserveError as ServerError
         from encserve_server.offline import Embedder
-    except ModuleNotFoundError as error:
-        if error.name != "encserve_server":
-            raise
-        raise ValueError(
-            "--bundle runs models in this process, which needs encserve-server; from a checkout: pip install "
-            "'./server[cpu]', or [gpu] or [openvino]"
-        ) from error
     try:
-        return Embedder(
-            bundle,
-            engine=options.engine,
-            precision=options.precision,
-            device=options.device,
-            max_batch_tokens=options.max_batch_tokens,
-            intra_op_threads=options.intra_op_threads,
-            parallel_batches=options.parallel_batches,
-            tokenizer_threads=options.tokenizer_threads,
-            cache_dir=options.cache_dir,
-        )
+        return Embedder(bundle, **asdict(options))
     except ServerError as error:
         raise RuntimeError(str(error)) from error
 
@@ -107,13 +90,15 @@ class LocalEncoder:
         Raises:
             RuntimeError: The engine fails for every value.
         """
+        began = time.perf_counter()
         made = self.run(values, on_batch)
         good = np.ones(len(values), np.bool_)  # (values,)
         good[list(made.refused)] = False
         refused: dict[int, EncserveError] = {
             index: InvalidRequestError(problem, reason=made.reasons[index]) for index, problem in made.refused.items()
         }
-        return Encoded(self._result(made, good) if good.any() else None, refused)
+        timings = Timings(0.0, 0.0, 0.0, time.perf_counter() - began, 0, 0)
+        return Encoded(self._result(made, good, timings) if good.any() else None, refused)
 
     def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
         """Return the outputs of the values: an `encserve_server.offline.Embedded`."""
@@ -131,20 +116,20 @@ class LocalEncoder:
                 prompt_name=make.prompt_name,
                 truncate=make.truncate,
                 exclude_special_tokens=make.exclude_special,
-                on_batch=on_batch,
+                on_batch=lambda rows, tokens, _: on_batch(rows, tokens),
             )
         except offline.Stopped as error:
             raise Stopped from error
         except ServerError as error:
             raise RuntimeError(str(error)) from error
 
-    def _result(self, made: Any, good: Any) -> EncodeResult:
+    def _result(self, made: Any, good: Any, timings: Timings) -> EncodeResult:
         """Return the outputs of the accepted inputs in the form of a client's result."""
         block = Block(made.rows, made.lengths[good], made.indices)
         output = EncodedOutput(self._make.kind, made.l2_normalized, (block,), made.sparse_width)  # type: ignore[arg-type]
         bundle = self._embedder.bundle
         return EncodeResult(
-            bundle.name, bundle.version, bundle.fingerprint, (output,), _infos(made, good), _UNTIMED, bundle.space_id
+            bundle.name, bundle.version, bundle.fingerprint, (output,), _infos(made, good), timings, bundle.space_id
         )
 
     def stop(self) -> None:
@@ -168,15 +153,13 @@ def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
     )
 
 
-def model_facts(
-    embedder: Any, options: EngineOptions, make: MakeOptions, kind: str | None
-) -> tuple[MakeOptions, ModelFacts]:
+def model_facts(embedder: Any, options: EngineOptions, make: MakeOptions) -> tuple[MakeOptions, ModelFacts]:
     """Return the output of each input with the kind filled in, and the facts about the model for a plan.
 
     Raises:
         RuntimeError: The model has no such output.
     """
-    made = replace(make, kind=kind or embedder.trained_kind)
+    made = replace(make, kind=make.kind or embedder.trained_kind)
     nothing = LocalEncoder(embedder, made).run([], ignore_batch)  # checks the options, and returns the width of a row
     bundle, info = embedder.bundle, embedder.info
     return made, ModelFacts(
@@ -203,17 +186,17 @@ class LocalBackend:
         self._bundle = bundle
         self._options = options
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """See `Backend`.
 
         Raises:
-            ValueError: encserve-server is not installed.
+            ValueError: A package of the extra `cpu` is not installed.
             RuntimeError: The bundle, the engine or the device cannot be used, or the model has no such output.
         """
         options = self._options.as_before(before)
         embedder = open_embedder(self._bundle, options)
         try:
-            made, facts = model_facts(embedder, options, make, kind)
+            made, facts = model_facts(embedder, options, make)
         except BaseException:
             embedder.close()
             raise

@@ -50,15 +50,16 @@ def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]
     name = f"{part.name}.parquet"
     rejected: list[tuple[int, str]] = []
     rows = 0
-    with store.draft(name) as draft, ExitStack() as stack:
-        with written(draft.uri):
-            file = stack.enter_context(ParquetFile(draft.path, _schema(plan, block.rows.kept.schema)))
+    uri = f"{store.uri}/{name}"
+    with store.new_file(name) as path, ExitStack() as stack:
+        with written(uri):
+            file = stack.enter_context(ParquetFile(path, _schema(plan, block.rows.kept.schema)))
         while True:
             refused = block.rows.problems | {index: it.problem for index, it in encoded.refused.items()}
             missing = np.zeros(len(block.rows.values), np.bool_)  # (rows,)
             missing[list(refused)] = True
             table = file.table(block.rows.values, encoded.result, missing if refused else None, block.rows.kept)
-            with written(draft.uri):
+            with written(uri):
                 file.write(table)
             rejected += [(block.rows.numbers[index], refused[index]) for index in sorted(refused)]
             rows += len(block.rows.values)
@@ -66,11 +67,10 @@ def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]
                 break
             block, encoded = next(blocks)
         record = _record(plan, part, rows) | {"rejected": len(rejected), "ends_file": block.ends_file}
-        with written(draft.uri):
+        with written(uri):
             file.add_metadata({_PART_KEY: json.dumps(record)})
             stack.close()
         _write_rejected(plan, store, part, rejected)
-        draft.publish()
     first = f"{block.file.place(rejected[0][0])}: {rejected[0][1]}" if rejected else ""
     return PartReport(part, rows, len(rejected), block.ends_file, first)
 
@@ -107,8 +107,8 @@ def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tup
 def finished_parts(plan: Plan, store: Store, only: Callable[[Part], bool] | None = None) -> dict[Part, PartReport]:
     """Return the complete parts of this job in the output. Log a warning about other parts.
 
-    The footer of a part names the input file, the rows, the model and the options. All of these must be equal to those
-    of the job. The part must have as many rows as the footer says. The values are not read.
+    The footer of a part names the input file, the rows, the model and the options. The job must have the same input
+    file, rows, model and options. The part must have as many rows as the footer says. The values are not read.
 
     Args:
         plan: The job.

@@ -39,7 +39,8 @@ class MakeOptions:
     """The output of each input.
 
     Attributes:
-        kind: The kind of the output, as `Output.kind`.
+        kind: The kind of the output, as `Output.kind`. "" for the kind that the model was trained for, until the model
+            is known.
         dimensions: Keep only this many numbers at the start of each row; None for all.
         dtype: The type of the numbers; "binary" packs 8 into a byte.
         task: The task of the texts.
@@ -48,7 +49,7 @@ class MakeOptions:
         exclude_special: For "tokens": whether to leave out the rows of special tokens.
     """
 
-    kind: str = "model"
+    kind: str = ""
     dimensions: int | None = None
     dtype: DType = "float32"
     task: Task | None = None

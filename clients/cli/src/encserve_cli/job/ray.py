@@ -1,7 +1,8 @@
-"""A job on a Ray cluster. Each actor has the model and does parts.
+"""A job on a Ray cluster. Each actor has the model and makes parts of the output.
 
-The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room. The
-driver gives the work of the dead actor to the next free actor. `ray.util.ActorPool` would not tell which work failed.
+The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room, and
+the actor does the missing parts of its work. `ray.util.ActorPool` is not used, because it would not tell which work
+failed.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from encserve_cli.bundles.finding import find_bundle
 from encserve_cli.job.api import RayOptions
-from encserve_cli.job.bundles import find_bundle
 from encserve_cli.job.job import Backend
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.output import finished_parts
@@ -34,8 +35,8 @@ from encserve_cli.job.types import BatchProgress, Part, PartReport, Stopped, Wor
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # the job ends after this many deaths of actors in the same work
-_AWAY_SECONDS = 60.0  # the longest time without an answer of an actor
+_MOST_DEATHS = 3  # the job ends after this many deaths of an actor in the same work
+_LOAD_FAILED = f"an actor died {_MOST_DEATHS} times while it loaded the model"
 _LOOK_SECONDS = 1.0  # the time between two checks for a stop
 _WARN_SECONDS = 30.0
 
@@ -54,7 +55,7 @@ class NodeBackend:
     engine: EngineOptions
     threads: int | None
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> LocalWorker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """See `Backend`.
 
         Raises:
@@ -67,7 +68,7 @@ class NodeBackend:
             )
         engine = self.engine.as_before(before)
         engine = dataclasses.replace(engine, intra_op_threads=engine.intra_op_threads or self.threads)
-        return LocalBackend(find_bundle(self.bundle), engine).open(make, kind, before)
+        return LocalBackend(find_bundle(self.bundle), engine).open(make, before)
 
 
 class RayBackend:
@@ -85,7 +86,7 @@ class RayBackend:
         threads = None if options.actor_gpus else max(1, int(_needs(options)["CPU"]))
         return cls(NodeBackend(path, engine, threads), options)
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Worker:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> Worker:
         """Join or start the cluster, and load the model in a first actor.
 
         Raises:
@@ -95,7 +96,7 @@ class RayBackend:
         if not was_connected:
             _connect(self._options.address)
         try:
-            return RayWorker(self._backend, self._options, make, kind, before, is_owner=not was_connected)
+            return RayWorker(self._backend, self._options, make, before, is_owner=not was_connected)
         except BaseException:
             if not was_connected:
                 ray.shutdown()
@@ -155,23 +156,26 @@ class _Actor:
         self._backend = backend
         self._worker: Worker | None = None
 
-    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> tuple[MakeOptions, ModelFacts]:
+    def open(self, make: MakeOptions, before: ModelFacts | None) -> tuple[MakeOptions, ModelFacts]:
         """Load the model."""
         with _errors_of_node():
-            self._worker = self._worker or self._backend.open(make, kind, before)
+            self._worker = self._worker or self._backend.open(make, before)
             return self._worker.make, self._worker.model
 
-    def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int, int]:
-        """Do work. Return the reports of the parts, the number of tokens, and the number of tokens with padding."""
-        make, model = self.open(plan.make, plan.make.kind, plan.model)
-        counts: list[tuple[int, ...]] = [(0, 0)]
+    def run(self, plan: Plan, store: Store, work: Work) -> tuple[list[PartReport], int]:
+        """Make the parts of `work`. Return the reports of the parts, and the number of tokens."""
+        make, model = self.open(plan.make, plan.model)
+        counts: list[int] = []
+        done: dict[Part, PartReport] = {}
         with _errors_of_node():
             if problems := differences(plan, plan.read, make, model):
                 raise ValueError(f"the model differs from the model of the job: {'; '.join(problems)}")
+            if ray.get_runtime_context().was_current_actor_reconstructed:  # perhaps the actor died in this work
+                done = finished_parts(plan, store, work.has)
+                work = work.without(done)
             assert self._worker is not None  # noqa: S101 - `open` sets it
-            made = list(self._worker.run(plan, store, [work], lambda _, *tokens: counts.append(tokens)))
-        tokens, padded_tokens = map(sum, zip(*counts, strict=True))
-        return made, tokens, padded_tokens
+            made = list(self._worker.run(plan, store, [work], lambda _, tokens: counts.append(tokens)))
+        return [*done.values(), *made], sum(counts)
 
 
 @contextmanager
@@ -185,7 +189,7 @@ def _errors_of_node() -> Iterator[None]:
 
 
 class RayWorker:
-    """Does parts on the actors of a cluster; see `encserve_cli.job.run.Worker`."""
+    """Makes parts on the actors of a cluster; see `encserve_cli.job.run.Worker`."""
 
     divides_files = True
 
@@ -203,99 +207,74 @@ class RayWorker:
         self._most = options.actors
         self._is_owner = is_owner
         self._stopped = False  # not an Event: a signal handler may call `stop`
-        self._warn_at = time.monotonic() + _WARN_SECONDS
         self._actors = [self._start()]
-        # reply → (actor, work); the work is None while an actor loads the model.
-        self._calls: dict[Any, tuple[Any, Work | None]] = {}
-        self._deaths: Counter[Work] = Counter()
-        self._away_since: dict[int, float] = {}  # id of an actor that does not answer → time
         reply = self._actors[0].open.remote(*arguments)
+        warn_at = time.monotonic() + _WARN_SECONDS
         while not self._wait([reply]):
-            pass
+            if time.monotonic() >= warn_at:
+                warn_at += _WARN_SECONDS
+                needs = ", ".join(f"{name} {amount:g}" for name, amount in self._needs.items())
+                logger.warning("no actor is ready yet: it loads the model, or waits for a node with %s", needs)
         self.make: MakeOptions
         self.model: ModelFacts
         try:
             self.make, self.model = ray.get(reply)
         except RayError as error:
-            raise _plain(error, "an actor died while it loaded the model") from None
+            raise _plain(error, _LOAD_FAILED) from None
 
     def _start(self) -> Any:
-        settings = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU"), "max_restarts": -1}
+        settings = {
+            "num_cpus": self._needs["CPU"],
+            "num_gpus": self._needs.get("GPU"),
+            "max_restarts": -1,
+            "max_task_retries": _MOST_DEATHS - 1,
+        }
         return ray.remote(_Actor).options(**settings).remote(self._backend)
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
         """See `Worker`."""
         count = min(self._most or max(1, _fitting_actors(self._needs)), len(work))
         self._actors += [self._start() for _ in range(count - 1)]
-        for actor in self._actors:
-            self._load(actor)
+        # reply → (actor, work); the work is None while an actor loads the model.
+        calls: dict[Any, tuple[Any, Work | None]] = {
+            it.open.remote(self.make, self.model): (it, None) for it in self._actors
+        }
         job, to_store = ray.put(plan), ray.put(store)
         left, idle = deque(work), list[Any]()
-        while left or any(it is not None for _, it in self._calls.values()):
+        while left or any(it is not None for _, it in calls.values()):
             while left and idle:
                 actor, it = idle.pop(), left.popleft()
-                self._calls[actor.run.remote(job, to_store, it)] = actor, it
+                calls[actor.run.remote(job, to_store, it)] = actor, it
             if not left:
-                self._release(idle)
-            for reply in self._wait(list(self._calls)):
-                actor, given = self._calls.pop(reply)
+                # Without these actors, restarting actors find room, and an autoscaler can remove nodes.
+                loading = [reply for reply, (_, it) in calls.items() if it is None]
+                for actor in [*idle, *(calls.pop(reply)[0] for reply in loading)]:
+                    ray.kill(actor)
+                idle.clear()
+            for reply in self._wait(list(calls)):
+                actor, given = calls.pop(reply)
+                idle.append(actor)
                 try:
                     answer = ray.get(reply)
                 except RayActorError as error:
-                    if given is not None:
-                        done = finished_parts(plan, store, given.has)
-                        yield from done.values()
-                        given = dataclasses.replace(given, finished=given.finished.union(it.number for it in done))
-                        left.append(given)
-                    self._repeat(actor, given, plan, error)
+                    done = {} if given is None else finished_parts(plan, store, given.has)
+                    if given is None or not done:
+                        raise _plain(error, _LOAD_FAILED if given is None else _deaths(plan, given)) from None
+                    yield from done.values()
+                    left.append(given.without(done))
                     continue
                 except RayError as error:
                     raise _plain(error, "the cluster failed") from None
-                idle.append(actor)
-                self._away_since.pop(id(actor), None)
                 if given is not None:
-                    reports, tokens, padded_tokens = answer
-                    on_batch(0, tokens, padded_tokens)
+                    reports, tokens = answer
+                    on_batch(0, tokens)
                     yield from reports
 
-    def _load(self, actor: Any) -> None:
-        self._calls[actor.open.remote(self.make, self.make.kind, self.model)] = actor, None
-
-    def _release(self, idle: list[Any]) -> None:
-        """End actors without work. Then restarting actors find room, and an autoscaler can remove nodes."""
-        loading = [reply for reply, (_, it) in self._calls.items() if it is None]
-        for actor in [*idle, *(self._calls.pop(reply)[0] for reply in loading)]:
-            ray.kill(actor)
-        idle.clear()
-
-    def _repeat(self, actor: Any, given: Work | None, plan: Plan, error: RayActorError) -> None:
-        """Load the model again in an actor that died. Ray may need some seconds to notice a lost node.
-
-        Raises:
-            RuntimeError: Several actors died in the same work, or the actor does not come back.
-        """
-        since = self._away_since.setdefault(id(actor), time.monotonic())
-        if given is not None:
-            self._deaths[given] += 1  # counts from 0 again if a part was finished since the last death
-            if self._deaths[given] == _MOST_DEATHS:
-                name, uri = Part(given.input, given.first).name, plan.inputs[given.input].uri
-                raise _plain(error, f"{_MOST_DEATHS} actors died at {name} or at one of the next parts, of {uri}")
-        elif time.monotonic() - since > _AWAY_SECONDS:
-            raise _plain(error, f"an actor did not come back within {_AWAY_SECONDS:.0f} s")
-        time.sleep(_LOOK_SECONDS)
-        self._load(actor)
-
     def _wait(self, replies: list[Any]) -> list[Any]:
-        """Wait at most a second. Return the replies that are ready. Warn if no actor is ready for a long time."""
+        """Wait at most a second. Return the replies that are ready."""
         if self._stopped:
             raise Stopped
         ready: list[Any] = ray.wait(replies, timeout=_LOOK_SECONDS)[0]
-        if ready or any(it is not None for _, it in self._calls.values()):
-            self._warn_at = time.monotonic() + _WARN_SECONDS
-        elif time.monotonic() >= self._warn_at:
-            self._warn_at += _WARN_SECONDS
-            needs = ", ".join(f"{name} {amount:g}" for name, amount in self._needs.items())
-            logger.warning("no actor is ready yet: it loads the model, or waits for a node with %s", needs)
         return ready
 
     def stop(self) -> None:
@@ -308,6 +287,11 @@ class RayWorker:
             ray.kill(actor)
         if self._is_owner:
             ray.shutdown()
+
+
+def _deaths(plan: Plan, work: Work) -> str:
+    name, uri = Part(work.input, work.first).name, plan.inputs[work.input].uri
+    return f"an actor died {_MOST_DEATHS} times at {name} or at one of the next parts, of {uri}"
 
 
 def _plain(error: RayError, what: str) -> RuntimeError:

@@ -1,23 +1,19 @@
-"""The loop of a job: reads blocks of rows in order, encodes several blocks at the same time, and writes parts."""
+"""The worker of a job: reads blocks of rows in order, encodes several blocks at the same time, and writes parts."""
 
 import itertools
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from encserve_cli.files.encoding import encode_in_order
 from encserve_cli.files.rows import Value
 from encserve_cli.job.inputs import read_blocks
-from encserve_cli.job.output import REJECTED, write_part
+from encserve_cli.job.output import write_part
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Block, Encoded, Encoder, Part, PartReport, Stopped, Work
-from encserve_cli.progress import OnProgress, ProgressCounter
-
-# One block is computed, one is tokenized or waits, and one is written. Meanwhile a fourth block is read.
-_BLOCKS_AT_ONCE = 3
+from encserve_cli.job.types import BatchProgress, Block, Encoded, Encoder, PartReport, Stopped, Work
 
 
 class TooManyRejected(ValueError):
@@ -55,7 +51,7 @@ class JobSummary:
 
 
 class Worker(Protocol):
-    """Does the parts of jobs with a loaded model: in this process, through a server, or on a cluster."""
+    """Makes the parts of jobs with a loaded model: in this process, through a server, or on a cluster."""
 
     @property
     def make(self) -> MakeOptions:
@@ -67,10 +63,10 @@ class Worker(Protocol):
 
     @property
     def divides_files(self) -> bool:
-        """Whether several processes do parts of one file at the same time."""
+        """Whether several processes make parts of one file at the same time."""
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
-        """Do all work in any order. Yield the report of each part after the part is written.
+        """Make the parts of `work` in any order. Yield the report of each part after the part is written.
 
         Raises:
             Stopped: `stop` was called.
@@ -85,7 +81,7 @@ class Worker(Protocol):
 
 
 class LocalWorker:
-    """Does parts in threads of this process, so that reading, tokenizing, computing and writing overlap."""
+    """Makes parts in threads of this process, so that reading, tokenizing, computing and writing overlap."""
 
     divides_files = False
 
@@ -99,32 +95,12 @@ class LocalWorker:
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
         """See `Worker`."""
         blocks = itertools.chain.from_iterable(read_blocks(plan, it, self._check_running) for it in work)
-        with closing(self._encoded(blocks, on_batch)) as encoded:
+        encode = partial(self._encode, on_batch)
+        with closing(encode_in_order(encode, blocks, self.stop)) as encoded:
             for first in encoded:
                 yield write_part(plan, store, itertools.chain([first], encoded))
 
-    def _encoded(
-        self, blocks: Iterator[Block], on_batch: BatchProgress
-    ) -> Generator[tuple[Block, Encoded], None, None]:
-        """Yield blocks with their outputs, in order."""
-        waiting: deque[tuple[Block, Future[Encoded]]] = deque()
-        failure: list[Exception] = []
-        with ThreadPoolExecutor(_BLOCKS_AT_ONCE, thread_name_prefix="encserve-block") as pool:
-            try:
-                for block in _until_failure(blocks, failure):
-                    waiting.append((block, pool.submit(self._encode, block, on_batch)))
-                    if len(waiting) == _BLOCKS_AT_ONCE:
-                        first, future = waiting.popleft()
-                        yield first, future.result()
-                for first, future in waiting:
-                    yield first, future.result()
-                if failure:
-                    raise failure[0]
-            except BaseException:
-                self.stop()
-                raise
-
-    def _encode(self, block: Block, on_batch: BatchProgress) -> Encoded:
+    def _encode(self, on_batch: BatchProgress, block: Block) -> Encoded:
         """Encode the usable rows of a block. The keys of `Encoded.refused` are indices of rows in the block."""
         good: list[int] = []
         values: list[Value] = []
@@ -134,13 +110,13 @@ class LocalWorker:
                 values.append(value)
         counts: list[int] = []
 
-        def count(rows: int, tokens: int, padded_tokens: int) -> None:
+        def count(rows: int, tokens: int) -> None:
             counts.append(rows)
-            on_batch(rows, tokens, padded_tokens)
+            on_batch(rows, tokens)
 
         self._check_running()
         encoded = self.encoder.encode(values, count) if values else Encoded(None, {})
-        on_batch(len(block.rows.values) - sum(counts), 0, 0)  # rows that were in no batch, such as rejected rows
+        on_batch(len(block.rows.values) - sum(counts), 0)  # rows that were in no batch, such as rejected rows
         return Encoded(encoded.result, {good[index]: error for index, error in encoded.refused.items()})
 
     def _check_running(self) -> None:
@@ -155,69 +131,3 @@ class LocalWorker:
     def close(self) -> None:
         """See `Worker`."""
         self.encoder.close()
-
-
-def _until_failure(blocks: Iterator[Block], failure: list[Exception]) -> Iterator[Block]:
-    """Yield blocks. If a file cannot be read, add the error to `failure` and end, so earlier rows are not lost."""
-    try:
-        yield from blocks
-    except (ValueError, OSError) as error:
-        failure.append(error)
-
-
-class JobRun:
-    """One run of a job: counts parts, and makes the summary.
-
-    Attributes:
-        counter: Counts the rows, and reports the progress.
-    """
-
-    def __init__(
-        self, plan: Plan, finished: Mapping[Part, PartReport], *, total_rows: int | None, on_progress: OnProgress | None
-    ) -> None:
-        """Begin a run.
-
-        Args:
-            plan: The job.
-            finished: The parts from earlier runs.
-            total_rows: The number of rows of the complete output; None if unknown.
-            on_progress: See `encserve_cli.job.embed_files`.
-        """
-        self.counter = ProgressCounter(
-            total_rows,
-            on_progress,
-            rows=sum(it.rows for it in finished.values()),
-            parts=len(finished),
-            rejected=sum(it.rejected for it in finished.values()),
-        )
-        self._plan = plan
-        self._parts_before = len(finished)
-        self._first_rejected = ""
-
-    def count_part(self, report: PartReport) -> None:
-        """Count a written part."""
-        self._first_rejected = self._first_rejected or report.first_rejected
-        self.counter.count_part(report.rows, report.rejected)
-
-    def check_rejected(self, most: int | None) -> None:
-        """Raise TooManyRejected if more than `most` rows were rejected."""
-        if most is not None and self.counter.rejected > most:
-            example = f", such as {self._first_rejected}" if self._first_rejected else ""
-            raise TooManyRejected(
-                f"{self.counter.rejected:,} rows were rejected, more than --max-rejected {most:,}{example}; "
-                f"{REJECTED}/ in the output lists all rejected rows"
-            )
-
-    def summary(self, output: str) -> JobSummary:
-        """Return the result of the job. `output` is the folder."""
-        return JobSummary(
-            output=output,
-            rows=self.counter.rows,
-            rejected=self.counter.rejected,
-            first_rejected=self._first_rejected,
-            parts=self.counter.parts,
-            parts_before=self._parts_before,
-            tokens=self.counter.tokens,
-            seconds=self.counter.seconds,
-            plan=self._plan,
-        )

@@ -5,9 +5,8 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,21 +21,6 @@ from encserve_cli.files.storage import filesystem_of
 from encserve_cli.interrupts import Interrupts
 
 _TEMPORARY = ".unfinished-"
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A file that is being written.
-
-    Attributes:
-        path: The local file to write.
-        uri: The final path or URI, for errors.
-        publish: Gives the file its final name. If `publish` is not called, the file is removed.
-    """
-
-    path: Path
-    uri: str
-    publish: Callable[[], None]
 
 
 class Store(Protocol):
@@ -71,8 +55,14 @@ class Store(Protocol):
     def open(self, name: str) -> Any:
         """Open a file as a `pyarrow.NativeFile` with random access."""
 
-    def draft(self, name: str) -> AbstractContextManager[Draft]:
-        """Start a new file."""
+    def new_file(self, name: str) -> AbstractContextManager[Path]:
+        """Yield the local path of a new file. The file gets its name, or replaces a file, at the end of the block.
+
+        If the block ends with an error, the file is removed.
+
+        Raises:
+            OSError: The file cannot be written. The message begins with the name of the file.
+        """
 
     def create(self, name: str, text: str) -> bool:
         """Write a text file. If the name exists, change nothing and return False."""
@@ -83,10 +73,8 @@ class Store(Protocol):
 
 def write_text(store: Store, name: str, text: str) -> None:
     """Write a text file, and replace an older file."""
-    with store.draft(name) as draft:
-        with written(draft.uri):
-            draft.path.write_text(text, encoding="utf-8")
-        draft.publish()
+    with store.new_file(name) as path, written(f"{store.uri}/{name}"):
+        path.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -150,42 +138,44 @@ class LocalStore:
         return pa.OSFile(os.fsencode(self._folder / name))
 
     @contextmanager
-    def draft(self, name: str) -> Iterator[Draft]:
+    def new_file(self, name: str) -> Iterator[Path]:
         """See `Store`."""
-        path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
-        final, uri = self._folder / name, f"{self.uri}/{name}"
-
-        def publish() -> None:
-            with written(uri):
+        with self._hidden_file(name) as path:
+            yield path
+            with written(f"{self.uri}/{name}"):
                 _sync(path)
-                path.replace(final)
+                path.replace(self._folder / name)
 
-        with written(uri):
-            final.parent.mkdir(parents=True, exist_ok=True)
+    @contextmanager
+    def _hidden_file(self, name: str) -> Iterator[Path]:
+        """Yield the path of an empty hidden file, which is removed at the end."""
+        path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
+        with written(f"{self.uri}/{name}"):
+            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
             file = path.open("xb")
         remove = partial(path.unlink, missing_ok=True)
         with file, Interrupts.cleanup(remove):
             try:
                 with suppress(OSError):  # the file system may lack locks
                     fcntl.flock(file, fcntl.LOCK_SH)
-                yield Draft(path, uri, publish)
+                yield path
             finally:
                 remove()
 
     def create(self, name: str, text: str) -> bool:
         """See `Store`."""
         final = self._folder / name
-        with self.draft(name) as draft, written(draft.uri):
-            draft.path.write_text(text, encoding="utf-8")
-            _sync(draft.path)
+        with self._hidden_file(name) as path, written(f"{self.uri}/{name}"):
+            path.write_text(text, encoding="utf-8")
+            _sync(path)
             try:
-                final.hardlink_to(draft.path)
+                final.hardlink_to(path)
             except FileExistsError:
                 return False
             except OSError:  # without hard links, two processes may both succeed at the same time
                 if final.exists():
                     return False
-                draft.path.replace(final)
+                path.replace(final)
             return True
 
     def delete(self, name: str) -> None:
@@ -232,21 +222,18 @@ class ObjectStore:
         return self._files.open_input_file(f"{self._folder}/{name}")
 
     @contextmanager
-    def draft(self, name: str) -> Iterator[Draft]:
+    def new_file(self, name: str) -> Iterator[Path]:
         """See `Store`."""
         with (
             tempfile.TemporaryDirectory(prefix="encserve-") as folder,
             Interrupts.cleanup(partial(shutil.rmtree, folder, ignore_errors=True)),
         ):
             path = Path(folder, Path(name).name)
-
-            def publish() -> None:
-                # One write for the whole file: a stream that is closed early would publish a part of the file. Arrow's
-                # `copy_files` is not used, because `copy_files` prints errors to the terminal.
-                with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as out:
-                    out.write(file.read_buffer())
-
-            yield Draft(path, f"{self.uri}/{name}", publish)
+            yield path
+            # One write for the whole file: a stream that is closed early would publish a part of the file. Arrow's
+            # `copy_files` is not used, because `copy_files` prints errors to the terminal.
+            with pa.memory_map(str(path)) as file, self._files.open_output_stream(f"{self._folder}/{name}") as out:
+                out.write(file.read_buffer())
 
     def create(self, name: str, text: str) -> bool:
         """See `Store`.

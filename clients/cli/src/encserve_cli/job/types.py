@@ -1,7 +1,7 @@
 """The data of a job, and the interface of its encoders. Ray pickles these objects."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from encserve_cli.files.reading import DataFile
@@ -83,7 +83,7 @@ class Work:
         first: The number of the first part.
         end: One more than the number of the last part; None for all parts until the end of the file.
         finished: The numbers of parts that are already done.
-        shard: The worker does only parts of this share.
+        shard: The worker makes only parts of this share.
     """
 
     input: int
@@ -96,6 +96,10 @@ class Work:
         """Whether the worker must do a part."""
         is_inside = part.input == self.input and self.first <= part.number < (self.end or part.number + 1)
         return is_inside and part.number not in self.finished and self.shard.has(part)
+
+    def without(self, parts: Iterable[Part]) -> "Work":
+        """Return this work without the parts, which are done."""
+        return replace(self, finished=self.finished.union(it.number for it in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,8 @@ class PartReport:
 class BatchProgress(Protocol):
     """A function that is called after each batch, from any thread."""
 
-    def __call__(self, rows: int, tokens: int, padded_tokens: int) -> None:
-        """Arguments: the number of rows, of tokens, and of tokens with padding; 0 if unknown."""
+    def __call__(self, rows: int, tokens: int) -> None:
+        """Arguments: the number of rows, and of tokens without padding; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -160,7 +164,7 @@ class Stopped(Exception):
     """The job was stopped."""
 
 
-def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+def ignore_batch(rows: int, tokens: int) -> None:
     """A `BatchProgress` that does nothing."""
 
 
@@ -168,7 +172,7 @@ class Encoder(Protocol):
     """Computes the outputs of values, with a loaded model or a client. Several threads may use an encoder."""
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
-        """Encode values, and return when all are done.
+        """Encode values. Return when all values are encoded or refused.
 
         Raises:
             Stopped: `stop` was called.

@@ -60,14 +60,14 @@ class LoadResult:
         calls: The number of answered calls.
         sequences: The number of sequences in the answered calls.
         tokens: The number of tokens in the answered calls.
-        latency_seconds: (calls,) For each answered call, the time between due and reply. A caller's call is due when
-            the caller is free.
+        latency_seconds: (calls,) For each answered call, the time from when the call was due until the reply. A
+            caller's call is due when the caller is free.
         errors: The number of failed calls by status and the server's reason, for example
             "RESOURCE_EXHAUSTED QUEUE_FULL". NOT_SENT counts calls that the load generator could not send in time.
         error_examples: The text of the first error of each kind, including errors of the warm-up.
         error_latency_seconds: (errors,) For each failed call, the time between sending and error.
-        lateness_seconds: (calls,) For each call, the time between due and sending. Lateness is part of the latency.
-            Empty with callers.
+        lateness_seconds: (calls,) For each call, the time from when the call was due until the call was sent. Lateness
+            is part of the latency. Empty with callers.
         generator_cpu_seconds: The CPU time of this process in the measured time.
     """
 

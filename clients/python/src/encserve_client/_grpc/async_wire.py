@@ -42,9 +42,7 @@ class AsyncWire:
         self._is_reading = False
         self._needs_loop = False  # whether a call was started and gRPC has not sent the request yet
 
-    def now(self) -> float:
-        """See `Wire`."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. Never blocks."""
@@ -61,6 +59,10 @@ class AsyncWire:
         if self._inputs is not None and not self._is_reading:
             self._is_reading = True
             self._spawn(self._read_inputs(aiter(self._inputs)))
+
+    def has_event(self) -> bool:
+        """See `Wire`."""
+        return not self._events.empty()
 
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""

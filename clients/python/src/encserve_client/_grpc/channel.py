@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from encserve import __version__
 from encserve_client._arguments import check_type
 from encserve_client._grpc.proxy import uses_proxy
 from encserve_client._grpc.target import is_balanced
@@ -83,8 +84,8 @@ def channel_options(
     """Return the options of a channel to a gRPC target. `extra` overrides the defaults."""
     # The options have no retry policy. gRPC silently does not retry requests above grpc.per_rpc_retry_buffer_size (256
     # KiB). Many batches of texts are larger. gRPC also cannot split requests. So `_logic.dispatch` retries requests of
-    # all sizes. gRPC still resends a call that no server has seen, for example while a connection is renewed
-    # (transparent retries, gRFC A6).
+    # all sizes. If no server has seen a call, gRPC itself sends the call again (transparent retries, gRFC A6). This
+    # happens, for example, while a connection is renewed.
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
@@ -101,7 +102,7 @@ def channel_options(
         "grpc.keepalive_time_ms": 12_000,
         "grpc.keepalive_timeout_ms": 8_000,
         "grpc.http2.ping_timeout_ms": 8_000,
-        "grpc.primary_user_agent": "encserve-client",
+        "grpc.primary_user_agent": f"encserve-client/{__version__}",
         **(balancing_options() if is_balanced(target) else {}),
     }
     if not uses_proxy(target):

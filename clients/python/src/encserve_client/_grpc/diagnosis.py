@@ -10,8 +10,7 @@ from functools import partial
 
 import grpc
 
-from encserve_client._grpc.proxy import Proxy, ProxyRefusedError
-from encserve_client._grpc.target import Address, addresses_of
+from encserve_client._grpc.target import addresses_of
 from encserve_client._logic.failures import Failure
 from encserve_client.tls import Tls
 
@@ -38,10 +37,11 @@ class Diagnosis:
     Args:
         target: The gRPC target.
         tls: The TLS settings of the client's connections; None for plaintext.
-        proxy: The proxy of the client's connections; None for direct connections.
+        proxy: The proxy of the client's connections; "" for direct connections. The class tests direct connections
+            only. Behind a proxy, gRPC's text has the cause.
     """
 
-    def __init__(self, target: str, tls: Tls | None, proxy: Proxy | None = None) -> None:
+    def __init__(self, target: str, tls: Tls | None, proxy: str = "") -> None:
         self._target = target
         self._tls = tls
         self._proxy = proxy
@@ -55,11 +55,13 @@ class Diagnosis:
         """Return the failure with the cause as its text, if a cause was found. May block for some seconds."""
         if not self.may_help(failure):
             return failure
+        if self._proxy:
+            advice = "Check the proxy, or put the server into NO_PROXY for a direct connection"
+            return replace(failure, message=f"through the proxy {self._proxy}: {failure.message}. {advice}")
         if self._last is None or time.monotonic() - self._last[0] > _REMEMBER_SECONDS:
             cause = self._cause()
             self._last = time.monotonic(), cause
-        text = self._last[1] or failure.message
-        return replace(failure, message=text if self._proxy is None else f"through the proxy {self._proxy}: {text}")
+        return replace(failure, message=self._last[1] or failure.message)
 
     def _cause(self) -> str:
         """Return the cause, or "" if a server answers or the cause cannot be found."""
@@ -67,18 +69,14 @@ class Diagnosis:
             return self._cause_at(self._connect_unix, "")
         addresses = addresses_of(self._target)[:_MAX_ADDRESSES]
         causes = {
-            f"{host}:{port}": self._cause_at(partial(self._connect, (host, port)), host) for host, port in addresses
+            f"{host}:{port}": self._cause_at(partial(socket.create_connection, (host, port), _SECONDS), host)
+            for host, port in addresses
         }
         if not all(causes.values()):  # a server answers
             return ""
         if len(causes) == 1:
             return next(iter(causes.values()))
         return "; ".join(f"{address}: {cause}" for address, cause in causes.items())
-
-    def _connect(self, address: Address) -> socket.socket:
-        if self._proxy is not None:
-            return self._proxy.connect(address, _SECONDS)
-        return socket.create_connection(address, timeout=_SECONDS)
 
     def _connect_unix(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -94,7 +92,7 @@ class Diagnosis:
         try:
             connect().close()
         except OSError as error:
-            return self._connection_cause(error, host)
+            return _connection_cause(error, host)
         try:
             return _cause_in_plaintext(connect) if self._tls is None else _cause_in_tls(connect, self._tls, host)
         except TimeoutError:
@@ -105,25 +103,16 @@ class Diagnosis:
         except (OSError, ValueError):  # the server went away, or the TLS files have changed
             return ""
 
-    def _connection_cause(self, error: OSError, host: str) -> str:
-        if isinstance(error, ProxyRefusedError):
-            return (
-                f"the proxy does not connect to {self._target} ({error}): let the proxy do so, or put {host} into "
-                "NO_PROXY for a direct connection"
-            )
-        if self._proxy is not None:
-            return (
-                f"the proxy cannot be reached ({_reason(error)}): correct or unset {self._proxy.source}, or put {host} "
-                "into NO_PROXY for a direct connection"
-            )
-        if isinstance(error, socket.gaierror):
-            return f"the name {host!r} cannot be resolved ({_reason(error)}): {_SET_TARGET}"
-        if isinstance(error, TimeoutError):
-            return (
-                f"no answer to a connection within {_SECONDS:g} s: the address is wrong, or a firewall drops packets. "
-                f"Check the network, or {_SET_TARGET}"
-            )
-        return f"no encserve server here: {_reason(error).lower()}. Start one, or {_SET_TARGET}"
+
+def _connection_cause(error: OSError, host: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {host!r} cannot be resolved ({_reason(error)}): {_SET_TARGET}"
+    if isinstance(error, TimeoutError):
+        return (
+            f"no answer to a connection within {_SECONDS:g} s: the address is wrong, or a firewall drops packets. "
+            f"Check the network, or {_SET_TARGET}"
+        )
+    return f"no encserve server here: {_reason(error).lower()}. Start one, or {_SET_TARGET}"
 
 
 def _reason(error: OSError) -> str:

@@ -1,74 +1,18 @@
-"""HTTP proxies: the proxy of a target, and connections through a proxy."""
+"""HTTP proxies: the proxy that gRPC uses for a target."""
 
-import base64
 import ipaddress
 import os
-import socket
 import urllib.parse
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-from encserve_client._grpc.target import Address, addresses_of, has_several_addresses, is_local
+from encserve_client._grpc.target import addresses_of, has_several_addresses, is_local
 
 # gRPC reads these variables, in this order. https://grpc.github.io/grpc/core/md_doc_environment_variables.html
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 # gRPC reads the first two variables. Most other programs also read the third.
 _EXEMPTION_VARIABLES = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 _GRPC_PROXY_PORT = 443  # if the variable has no port
-_MAX_HEAD_BYTES = 16_384
-
-
-class ProxyRefusedError(OSError):
-    """A proxy refused to connect to the server. The text is the proxy's status line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proxy:
-    """An HTTP proxy.
-
-    Attributes:
-        host: The proxy's host.
-        port: The proxy's port.
-        source: The environment variable or the channel argument that names the proxy.
-        credentials: "user:password" of the proxy's URL, or "". Errors never show the credentials.
-    """
-
-    host: str
-    port: int
-    source: str
-    credentials: str = field(default="", repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port} ({self.source})"
-
-    def connect(self, address: Address, timeout: float) -> socket.socket:
-        """Connect to a server through the proxy.
-
-        Args:
-            address: The server.
-            timeout: The time for each step, in seconds.
-
-        Raises:
-            ProxyRefusedError: The proxy answered but did not connect.
-            OSError: The proxy cannot be reached.
-        """
-        host, port = address
-        authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        head = f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n"
-        if self.credentials:
-            encoded = base64.b64encode(urllib.parse.unquote(self.credentials).encode()).decode()
-            head += f"Proxy-Authorization: Basic {encoded}\r\n"
-        connection = socket.create_connection((self.host, self.port), timeout=timeout)
-        try:
-            connection.sendall(f"{head}\r\n".encode())
-            status = _read_head(connection).partition("\r\n")[0]
-            if status.split(" ")[1:2] != ["200"]:
-                raise ProxyRefusedError(status or "the proxy closed the connection")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
 def uses_proxy(target: str) -> bool:
@@ -82,10 +26,14 @@ def uses_proxy(target: str) -> bool:
     return not any(_is_exempt(host) for host, _ in addresses_of(target))
 
 
-def proxy_of(target: str, channel_arguments: Mapping[str, str | int]) -> Proxy | None:
-    """Return the proxy that gRPC uses for a target with these channel arguments, or None."""
+def proxy_of(target: str, channel_arguments: Mapping[str, str | int]) -> str:
+    """Return the proxy that gRPC uses for a target with these channel arguments, or "".
+
+    The text has the proxy's address, and the variable or the channel argument that names the proxy. The text never has
+    the credentials of the proxy's URL.
+    """
     if not channel_arguments.get("grpc.enable_http_proxy", 1) or not addresses_of(target):
-        return None
+        return ""
     variables = {name: os.environ[name] for name in _PROXY_VARIABLES if name in os.environ}
     source, url = next(iter(variables.items()), ("", ""))
     if "grpc.http_proxy" in channel_arguments:
@@ -93,9 +41,8 @@ def proxy_of(target: str, channel_arguments: Mapping[str, str | int]) -> Proxy |
     with suppress(ValueError):  # gRPC ignores a URL that it does not understand
         parts = urllib.parse.urlsplit(url)
         if parts.scheme == "http" and parts.hostname:
-            credentials = parts.netloc.rpartition("@")[0]
-            return Proxy(parts.hostname, parts.port or _GRPC_PROXY_PORT, source, credentials)
-    return None
+            return f"{parts.hostname}:{parts.port or _GRPC_PROXY_PORT} ({source})"
+    return ""
 
 
 def _is_exempt(host: str) -> bool:
@@ -109,13 +56,3 @@ def _is_exempt(host: str) -> bool:
             if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
                 return True
     return False
-
-
-def _read_head(connection: socket.socket) -> str:
-    """Read the head of an HTTP reply and no byte more, because the server's bytes may follow."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n") and len(head) < _MAX_HEAD_BYTES:
-        if not (byte := connection.recv(1)):
-            break
-        head += byte
-    return head.decode("latin-1")

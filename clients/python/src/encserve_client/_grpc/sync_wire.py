@@ -1,8 +1,11 @@
 """Sends and receives the messages of one call with gRPC's blocking API and futures; see `Wire`. Never suspends."""
 
 import queue
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,32 +40,30 @@ class SyncWire:
         # The calls that have not ended, each with its connection: the reference keeps the channel open.
         self._calls: dict[Any, Connection] = {}
 
-    def now(self) -> float:
-        """See `Wire`."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. If `alone`, the call blocks, because then gRPC needs no polling thread."""
         connection = self._open_connection()
         method = getattr(connection.stub, rpc)
+        options = {"timeout": timeout_seconds, "metadata": self._metadata}
         try:
             if isinstance(request := message.request, pb.InspectRequest):
-                call = method(request, timeout=timeout_seconds, metadata=self._metadata)
-                self._calls[call] = connection  # `aclose` cancels the call if an error ends the loop
+                with delayed_interrupt():
+                    call = method(request, **options)
+                    self._calls[call] = connection  # `aclose` cancels the call if an error ends the loop
                 self._assemble(call, message, request)
-                return
-            if alone:
-                response = method(message.request, timeout=timeout_seconds, metadata=self._metadata)
-                self._events.put(Answered(message, response))
-                return
-            call = method.future(message.request, timeout=timeout_seconds, metadata=self._metadata)
+            elif alone:
+                self._events.put(Answered(message, method(request, **options)))
+            else:
+                with delayed_interrupt():
+                    call = method.future(request, **options)
+                    self._calls[call] = connection
+                    call.add_done_callback(lambda done: self._events.put(_FinishedCall(done, message)))
         except grpc.RpcError as error:
             self._events.put(Failed(message, failure_of_call(error)))
-            return
         except ValueError as error:
             raise _translate_error(error) from None
-        self._calls[call] = connection
-        call.add_done_callback(lambda done: self._events.put(_FinishedCall(done, message)))
 
     def _assemble(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
         """Read all messages of an answer to Inspect. Blocks, because an Inspect call has no other messages."""
@@ -75,6 +76,10 @@ class SyncWire:
     def read_inputs(self, count: int) -> None:
         """See `Wire`. A client for threads takes no async iterables."""
         raise NotImplementedError
+
+    def has_event(self) -> bool:
+        """See `Wire`."""
+        return not self._events.empty()
 
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""
@@ -106,6 +111,26 @@ class SyncWire:
         for call in self._calls:
             call.cancel()
         self._calls.clear()
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block.
+
+    If KeyboardInterrupt ends gRPC's code at the start of a call, gRPC never learns the end of this call. Then
+    `Channel.close` waits forever.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield  # only the main thread gets KeyboardInterrupt, and only from a handler in Python
+        return
+    arrived: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)

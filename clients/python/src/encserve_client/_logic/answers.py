@@ -3,8 +3,8 @@
 Sizes and lengths are checked against the contract before use.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_client.exceptions import EncserveError, FingerprintError, ProtocolError, SpaceError
-from encserve_client.options import TASKS, Array, InputKind, Options, Output, OutputKind, kind_name
+from encserve_client.options import TASKS, Array, InputKind, Options, Output, kind_name
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -92,58 +92,34 @@ def _mismatch(kind: type[EncserveError], field: str, expected: str, found: str) 
     return kind(text, code=grpc.StatusCode.FAILED_PRECONDITION, field=field)
 
 
-@dataclass(frozen=True, slots=True)
-class MessageAnswer:
-    """The answer to one message.
-
-    Attributes:
-        model: The name of the model.
-        version: The version of the model.
-        fingerprint: The id of the bundle.
-        space_id: The id of the vector space; "" if unknown.
-        kinds: For each output, (kind, whether the rows are normalised).
-        blocks: For each output, the rows.
-        sequences: For each input, the tokens. Empty if the call did not ask for tokens.
-        timings: The server's times for tokenizing, in the queue, and for computing, in seconds.
-    """
-
-    model: str
-    version: str
-    fingerprint: str
-    space_id: str
-    kinds: list[tuple[OutputKind | int, bool]]
-    blocks: list[Block]
-    sequences: tuple[SequenceInfo, ...]
-    timings: tuple[float, float, float]
-
-
-def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int, *, describe: bool) -> MessageAnswer:
+def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int, *, describe: bool) -> EncodeResult:
     """Convert the answer to a request with `n_inputs` inputs and these options.
 
-    The result has no reference to `response`. `describe`: whether to convert the tokens of each input.
+    The result has no reference to `response`, and has no total time yet. `describe`: whether to convert the tokens of
+    each input.
 
     Raises:
         ProtocolError: The answer breaks the contract. The error message has the numbers.
     """
     _check_count("outputs", len(response.outputs), len(options.outputs))
     _check_count("sequences", len(response.sequences), n_inputs)
-    kinds, blocks = [], []
+    outputs = []
     for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
         name = f"outputs[{index}]"
         _check_kind(tensor, output, name)
-        kinds.append((kind_name(tensor.kind), tensor.l2_normalized))
-        blocks.append(_block(tensor, options, n_inputs, name))
+        block = _block(tensor, options, n_inputs, name)
         if options.detail != "none" or output.is_pooled:
-            _check_lengths(blocks[-1], response.sequences, output, options, name)
-    return MessageAnswer(
+            _check_lengths(block, response.sequences, output, options, name)
+        outputs.append(EncodedOutput(kind_name(tensor.kind), tensor.l2_normalized, (block,)))
+    seconds = response.timings
+    return EncodeResult(
         response.model,
         response.model_version,
         response.fingerprint,
-        response.space_id,
-        kinds,
-        blocks,
+        tuple(outputs),
         tuple(map(sequence_info, response.sequences)) if describe else (),
-        (response.timings.tokenize_seconds, response.timings.queue_seconds, response.timings.compute_seconds),
+        Timings(seconds.tokenize_seconds, seconds.queue_seconds, seconds.compute_seconds, 0.0, 1, 1),
+        response.space_id,
     )
 
 
@@ -189,59 +165,24 @@ def sequence_infos(response: pb.TokenizeResponse, n_texts: int) -> list[Sequence
 
 
 def model_info(message: pb.ModelInfo) -> ModelInfo:
-    """Convert the description of a model."""
+    """Convert the description of a model. Fields without a line here have the same value in the contract."""
+    values = {field.name: getattr(message, field.name) for field in fields(ModelInfo)}
     pooling = kind_name(message.pooling)
-    return ModelInfo(
-        name=message.name,
-        version=message.version,
-        fingerprint=message.fingerprint,
-        space_id=message.space_id,
-        is_default=message.is_default,
-        d_model=message.d_model,
-        n_layers=message.n_layers,
-        n_heads=message.n_heads,
-        vocab_size=message.vocab_size,
-        max_sequence_tokens=message.max_sequence_tokens,
-        has_tokenizer=message.has_tokenizer,
-        special_token_ids=tuple(message.special_token_ids),
-        # 0 means unknown.
-        pooling=None if pooling in (0, "tokens", "multi_vector", "sparse", "spans") else pooling,  # type: ignore[arg-type]
-        l2_normalize=message.l2_normalize,
-        provider=message.provider,
-        precision=message.precision,
-        max_request_sequences=message.max_request_sequences,
-        max_request_tokens=message.max_request_tokens,
-        max_text_bytes=message.max_text_bytes,
-        max_request_bytes=message.max_request_bytes,
-        max_response_bytes=message.max_response_bytes,
-        ready=message.ready,
-        not_ready_reason=message.not_ready_reason,
-        input_kind=_INPUT_KINDS.get(message.input_kind, message.input_kind),
-        can_inspect=message.can_inspect,
-        max_inspect_tokens=message.max_inspect_tokens,
-        position=message.position,
-        parameters={part.part: part.count for part in message.parameters},
-        vector_width=message.vector_width,
-        default_dimensions=message.default_dimensions,
-        prompts=dict(sorted(message.prompts.items())),
-        default_prompt_name=message.default_prompt_name,
-        similarity=message.similarity,
-        tasks={
-            name: _task_info(task) for task in message.tasks for name, number in TASKS.items() if task.task == number
-        },
-        multi_vector_width=message.multi_vector_width,
-        multi_vector_similarity=message.multi_vector_similarity,
-        sparse_width=message.sparse_width,
-        max_outputs=message.max_outputs,
-        score_method=_SCORE_METHODS.get(message.score_method, ""),
-        labels=tuple(message.labels),
-        activation=_ACTIVATIONS.get(message.activation, ""),
-        takes_pairs_only=message.takes_pairs_only,
-    )
-
-
-def _task_info(message: pb.TaskInfo) -> TaskInfo:
-    return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
+    values["pooling"] = None if pooling in (0, "tokens", "multi_vector", "sparse", "spans") else pooling  # 0 is unknown
+    values["input_kind"] = _INPUT_KINDS.get(message.input_kind, message.input_kind)
+    values["score_method"] = _SCORE_METHODS.get(message.score_method, "")
+    values["labels"] = tuple(message.labels)
+    values["activation"] = _ACTIVATIONS.get(message.activation, "")
+    values["special_token_ids"] = tuple(message.special_token_ids)
+    values["parameters"] = {part.part: part.count for part in message.parameters}
+    values["prompts"] = dict(sorted(message.prompts.items()))
+    values["tasks"] = {
+        name: TaskInfo(task.prompt_name, task.max_tokens, task.min_tokens)
+        for task in message.tasks
+        for name, number in TASKS.items()
+        if task.task == number
+    }
+    return ModelInfo(**values)
 
 
 def _check_kind(tensor: pb.RaggedTensor, output: Output, name: str) -> None:
@@ -299,7 +240,7 @@ def _check_count(name: str, count: int, expected: int) -> None:
 
 
 def merge_answers(
-    found: Sequence[tuple[int, MessageAnswer]],
+    found: Sequence[tuple[Sequence[int], EncodeResult]],
     errors: Mapping[int, EncserveError],
     total_seconds: float,
     attempts: int,
@@ -308,7 +249,7 @@ def merge_answers(
     """Merge the answers of a call into one result.
 
     Args:
-        found: (index of the first input, answer) of each message, in the order of the inputs. At least one.
+        found: (indices of the inputs, answer) of each message, in the order of the inputs. At least one.
         errors: The error of each failed input, by index, in order.
         total_seconds: The duration of the call.
         attempts: The number of sent messages.
@@ -318,45 +259,58 @@ def merge_answers(
         FingerprintError: The answers are from different bundles.
         ProtocolError: The answers have rows of different widths.
     """
-    first = found[0][1]
-    answers = _with_failed_inputs(found, errors) if errors else [answer for _, answer in found]
+    answers = list(_with_failed_inputs(found, errors)) if errors else [answer for _, answer in found]
+    first = answers[0]
     for answer in answers:
         check_fingerprint(first.fingerprint, answer.fingerprint)
-        for index, (block, like) in enumerate(zip(answer.blocks, first.blocks, strict=True)):
-            _check_count(f"columns of outputs[{index}]", block.rows.shape[1], like.rows.shape[1])
+        for index, (output, like) in enumerate(zip(answer.outputs, first.outputs, strict=True)):
+            columns, expected = output.blocks[0].rows.shape[1], like.blocks[0].rows.shape[1]
+            _check_count(f"columns of outputs[{index}]", columns, expected)
     outputs = tuple(
         EncodedOutput(
-            kind,
-            normalized,
-            tuple(answer.blocks[index] for answer in answers),
-            sparse_width if kind == "sparse" else 0,
+            of_messages[0].kind,
+            of_messages[0].l2_normalized,
+            tuple(output.blocks[0] for output in of_messages),
+            sparse_width if of_messages[0].kind == "sparse" else 0,
             errors,
         )
-        for index, (kind, normalized) in enumerate(first.kinds)
+        for of_messages in zip(*(answer.outputs for answer in answers), strict=True)
     )
-    tokenize, queue, compute = map(max, zip(*(answer.timings for answer in answers), strict=True))
-    timings = Timings(tokenize, queue, compute, total_seconds, len(found), attempts)
-    sequences = tuple(info for answer in answers for info in answer.sequences)
-    return EncodeResult(
-        first.model, first.version, first.fingerprint, outputs, sequences, timings, first.space_id, errors
+    timings = [answer.timings for answer in answers]
+    return replace(
+        first,
+        outputs=outputs,
+        sequences=tuple(info for answer in answers for info in answer.sequences),
+        timings=Timings(
+            max(it.tokenize_seconds for it in timings),
+            max(it.queue_seconds for it in timings),
+            max(it.compute_seconds for it in timings),
+            total_seconds,
+            len(found),
+            attempts,
+        ),
+        errors=errors,
     )
 
 
 def _with_failed_inputs(
-    found: Sequence[tuple[int, MessageAnswer]], errors: Mapping[int, EncserveError]
-) -> list[MessageAnswer]:
-    """Return all answers in the order of the inputs. Neighbouring failed inputs share one answer without rows."""
-    answers: list[MessageAnswer] = []
-    like, end = found[0][1], 0
-    n_inputs = len(errors) + sum(len(answer.blocks[0].lengths) for _, answer in found)
-    for first_index, answer in [*found, (n_inputs, None)]:
-        if n_failed := first_index - end:
-            blocks = [_no_rows(block.rows.shape[1], block.rows.dtype, n_failed) for block in like.blocks]
-            answers.append(replace(like, blocks=blocks, sequences=(_NO_TOKENS,) * n_failed))
-        if answer is not None:
-            answers.append(answer)
-            end = first_index + len(answer.blocks[0].lengths)
-    return answers
+    found: Sequence[tuple[Sequence[int], EncodeResult]], errors: Mapping[int, EncserveError]
+) -> Iterator[EncodeResult]:
+    """Yield the answers with all failed inputs. A failed input has no rows and no tokens."""
+    begin = 0
+    ends = [indices[0] for indices, _ in found[1:]] + [len(errors) + sum(len(indices) for indices, _ in found)]
+    for (indices, answer), end in zip(found, ends, strict=True):
+        positions = np.subtract(indices, begin)  # (inputs,)
+        outputs = []
+        for output in answer.outputs:
+            lengths = np.zeros(end - begin, np.int64)
+            lengths[positions] = output.blocks[0].lengths
+            outputs.append(replace(output, blocks=(replace(output.blocks[0], lengths=lengths),)))
+        sequences = [_NO_TOKENS] * (end - begin)
+        for position, info in zip(positions.tolist(), answer.sequences, strict=False):
+            sequences[position] = info
+        yield replace(answer, outputs=tuple(outputs), sequences=sequences)
+        begin = end
 
 
 def check_fingerprint(first: str, other: str) -> None:

@@ -1,16 +1,16 @@
 """The methods of a client, over a `Wire`. Both clients share this code."""
 
 import random as random_module
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
-from encserve_client._arguments import as_float
+import numpy as np
+
+from encserve_client._arguments import as_float, as_int, check_function, check_type
 from encserve_client._logic.answers import (
     ExpectedIds,
-    MessageAnswer,
     check_fingerprint,
     decode_response,
     empty_result,
@@ -30,18 +30,41 @@ from encserve_client._logic.planning import (
     plan_messages,
     reply_bytes_per_token,
 )
-from encserve_client._logic.scores import Field, ScoreAnswer, decode_scores, plan_scores, score_limits
+from encserve_client._logic.scores import (
+    Field,
+    ScoreAnswer,
+    ScoreOptions,
+    as_vectors,
+    check_documents,
+    check_pairs,
+    decode_scores,
+    plan_scores,
+    score_limits,
+)
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
 from encserve_client._logic.wire import Rpc, Wire
-from encserve_client.exceptions import (
-    EncserveError,
-    InvalidInputError,
-    InvalidRequestError,
-    ProtocolError,
+from encserve_client.exceptions import EncserveError, InvalidInputError, InvalidRequestError, ProtocolError
+from encserve_client.inputs import (
+    Input,
+    SpanInput,
+    check_input,
+    check_inputs,
+    check_iterable,
+    check_spans,
+    check_texts,
+    read_inputs,
 )
-from encserve_client.inputs import Input, SpanInput
-from encserve_client.options import PRIORITIES, Array, Options, Priority, Progress, check_choice
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
+from encserve_client.options import (
+    PRIORITIES,
+    UNITS,
+    Array,
+    Options,
+    Priority,
+    Progress,
+    SpanUnit,
+    check_choice,
+)
+from encserve_client.results import Classification, EncodeResult, InspectResult, ModelInfo, SequenceInfo, SparseVector
 from encserve_client.retry import OnOutage, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -52,6 +75,11 @@ ModelKey = tuple[str, str]
 _MAX_ROUNDS = 3
 # A call ends after this many failed messages in a row. Otherwise a dead server would delay each message in turn.
 _MOST_FAILED_IN_A_ROW = 8
+# The longest time between two calls of `progress`.
+_PROGRESS_SECONDS = 1.0
+# The defaults of `max_in_flight`, for few and for many rows per input.
+_VECTORS_IN_FLIGHT = 2048
+_ROWS_IN_FLIGHT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +111,6 @@ class Settings:
             check_choice("priority", self.priority, Priority)
 
 
-def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.EncodeRequest:
-    """Return a request with all fields of a call except the inputs."""
-    expected = settings.expected
-    return pb.EncodeRequest(
-        model=key[0],
-        model_version=key[1],
-        options=options.to_proto(),
-        expected_fingerprint=expected.fingerprint,
-        expected_space_id=expected.space_id,
-        priority=PRIORITIES[settings.priority],
-    )
-
-
 class Core:
     """The logic of a client. Threads and tasks share the `Core` of a client.
 
@@ -110,6 +125,61 @@ class Core:
         self.settings = settings
         self.history = ServerHistory()
         self._models: dict[ModelKey, ModelInfo] = {}
+
+    async def run(
+        self,
+        wire: Wire,
+        inputs: Iterable[Input],
+        key: ModelKey,
+        options: Options,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> EncodeResult:
+        """Return all outputs, with the tokens or the error of each input."""
+        items, _ = read_inputs(inputs)
+        check_function("progress", progress)
+        return await self.encode(wire, items, key, options, timeout_seconds, describe=True, progress=progress)
+
+    async def embed(
+        self,
+        wire: Wire,
+        inputs: Iterable[Input],
+        key: ModelKey,
+        options: Options,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> Any:
+        """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
+        items, is_one = read_inputs(inputs)
+        check_inputs(items)
+        check_function("progress", progress)
+        kind = options.outputs[0].kind
+        if not items and kind in ("tokens", "multi_vector", "sparse"):
+            return []
+        result = await self.encode(wire, items, key, options, timeout_seconds, progress=progress)
+        output = result.outputs[0]
+        if kind == "sparse":
+            found: Any = output.sparse_vectors()
+        elif kind in ("tokens", "multi_vector"):
+            found = output.arrays()
+        else:
+            found = output.matrix()
+        return found[0] if is_one else found
+
+    async def embed_spans(
+        self,
+        wire: Wire,
+        item: Input,
+        spans: Iterable[tuple[int, int]],
+        unit: SpanUnit | None,
+        key: ModelKey,
+        options: Options,
+        timeout_seconds: float | None,
+    ) -> Array:
+        """Return one row for each range of one input."""
+        spanned = SpanInput(check_input(item, "text"), check_spans(spans), unit)
+        result = await self.encode(wire, [spanned], key, options, timeout_seconds)
+        return result.outputs[0].matrix()
 
     async def encode(
         self,
@@ -126,6 +196,10 @@ class Core:
 
         With `describe`, the result has the tokens or the error of each input. Without, the first error is raised.
         """
+
+        def decode(message: Message, response: pb.EncodeResponse) -> EncodeResult:
+            return decode_response(response, options, len(message.indices), describe=describe)
+
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
@@ -133,27 +207,28 @@ class Core:
             # Without inputs, the result needs the model's description. A remembered description may be out of date.
             known = self._models.get(key)
             use_remembered = bool(inputs) and known is not None and not input_errors(known, inputs)
-            info = await self._model_for(
-                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
-            )
-            refused = input_errors(info, inputs)
+            info = await self._model_for(wire, key, options, time_limit, use_remembered=use_remembered)
+            refused = {} if info is known else input_errors(info, inputs)
             if refused and not describe:
                 raise next(iter(refused.values()))
             if not inputs:
                 expected.check(info)
                 return empty_result(info, options, {}, wire.now() - started, 0)
             limits = self._limits(info, options)
-            template = request_template(key, options, self.settings)
+            template = self._request_template(key, options)
             attempts = 0
             for _ in range(_MAX_ROUNDS):
                 rejected = dict(refused) if describe else None
                 messages = plan_messages(inputs, template, limits, rejected)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
-                dispatch: Dispatch[MessageAnswer] = self._dispatch(PlannedMessages(messages), time_limit, rejected)
-                await self._exchange_encode_messages(wire, dispatch, key, options, describe, progress, len(inputs))
+                dispatch: Dispatch[EncodeResult] = self._dispatch(PlannedMessages(messages), time_limit, rejected)
+                try:
+                    await exchange(wire, "Encode", dispatch, decode, progress, len(inputs))
+                finally:
+                    self._forget_limits(key, dispatch)
                 attempts += dispatch.attempts
-                answers = sorted(dispatch.answers, key=lambda pair: pair[0])
+                answers = sorted(dispatch.answers, key=lambda answer: answer[0][0])
                 if len({answer.fingerprint for _, answer in answers}) <= 1:
                     break
             if not answers and dispatch.failure is not None:
@@ -169,26 +244,52 @@ class Core:
         expected.check(result)
         return result
 
-    async def stream(
-        self, wire: Wire, key: ModelKey, options: Options, time_limit: TimeLimit, stream: StreamOptions
-    ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Read and send inputs. Yield (index, result or error) for each input.
+    def stream(
+        self,
+        open_wire: Callable[[object], Wire],
+        inputs: Iterable[Any] | AsyncIterable[Any],
+        key: ModelKey,
+        options: Options,
+        *,
+        ordered: bool,
+        max_in_flight: int | None,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> AsyncGenerator[Iterator[tuple[int, Result]], None]:
+        """Check the arguments before any input is read. Return the results; see `Stream.runs`.
 
         A result is (width,) for a pooled output, a `SparseVector` for "sparse", and (rows, width) otherwise.
+        `open_wire` gets the inputs, because the wire reads an async iterable.
 
         Raises:
-            FingerprintError: The model was replaced during the call.
-            EncserveError: The call as a whole failed.
+            InvalidInputError: An argument is wrong.
         """
+        check_iterable(inputs)
+        check_function("progress", progress)
+        if max_in_flight is None:
+            few_rows = options.outputs[0].is_pooled or options.outputs[0].kind == "sparse"
+            max_in_flight = _VECTORS_IN_FLIGHT if few_rows else _ROWS_IN_FLIGHT
+        if as_int("max_in_flight", max_in_flight) < 1:
+            raise InvalidInputError(f"must be >= 1; was {max_in_flight}", field="max_in_flight")
+        time_limit = TimeLimit(self.time_limit(timeout_seconds, 0.0).seconds)
+        items = [inputs] if isinstance(inputs, str) else inputs
+        total = len(items) if isinstance(items, Sized) else None
+        iterator = None if isinstance(items, AsyncIterable) else iter(items)
+        stream = StreamOptions(iterator, total, ordered, max_in_flight, progress)
+        return self._stream(open_wire(items), key, options, time_limit, stream)
+
+    async def _stream(
+        self, wire: Wire, key: ModelKey, options: Options, time_limit: TimeLimit, stream: StreamOptions
+    ) -> AsyncGenerator[Iterator[tuple[int, Result]], None]:
         fingerprint = self.settings.expected.fingerprint
 
         def decode(message: Message, response: pb.EncodeResponse) -> Sequence[Array | SparseVector]:
             nonlocal fingerprint
-            answer = decode_response(response, options, message.n_inputs, describe=False)
+            answer = decode_response(response, options, len(message.indices), describe=False)
             self.settings.expected.check(answer)
             fingerprint = fingerprint or answer.fingerprint
             check_fingerprint(fingerprint, answer.fingerprint)
-            block = answer.blocks[0]
+            block = answer.outputs[0].blocks[0]
             if options.outputs[0].kind == "sparse":
                 return block.sparse_vectors(info.sparse_width)
             return list(block.rows.copy()) if options.outputs[0].is_pooled else block.split()
@@ -197,21 +298,18 @@ class Core:
         async with aclosing(wire):
             # The width of a sparse vector comes from the model, so the description must be current.
             use_remembered = options.outputs[0].kind != "sparse"
-            info = await self._model_for(
-                partial(capability_error, options=options), wire, key, time_limit, use_remembered=use_remembered
-            )
+            info = await self._model_for(wire, key, options, time_limit, use_remembered=use_remembered)
             limits = self._limits(info, options)
             share = max(stream.max_in_flight // concurrent, 1)  # so that several messages can be in flight
             limits = replace(limits, max_sequences=min(limits.max_sequences, share))
-            source = StreamMessages(MessageBuilder(request_template(key, options, self.settings), limits))
+            source = StreamMessages(MessageBuilder(self._request_template(key, options), limits))
             dispatch: Dispatch[Sequence[Array | SparseVector]] = self._dispatch(source, time_limit, rejected={})
             try:
-                async with aclosing(Stream(wire, source, dispatch, decode, stream).results()) as results:
-                    async for result in results:
-                        yield result
+                async with aclosing(Stream(wire, source, dispatch, decode, stream).runs()) as runs:
+                    async for results in runs:
+                        yield results
             finally:
-                if dispatch.saw_too_large:  # the remembered limits may be out of date
-                    self._models.pop(key, None)
+                self._forget_limits(key, dispatch)
 
     async def inspect(
         self, wire: Wire, request: pb.InspectRequest, key: ModelKey, options: Options, timeout_seconds: float | None
@@ -223,9 +321,7 @@ class Core:
         request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
         dispatch: Dispatch[InspectAssembler] = self._dispatch(PlannedMessages([Message(request)]), time_limit)
         async with aclosing(wire):
-            await self._model_for(
-                lambda info: capability_error(info, options) or layer_error(request, info), wire, key, time_limit
-            )
+            await self._model_for(wire, key, options, time_limit, request=request)
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
@@ -235,75 +331,165 @@ class Core:
     async def tokenize(
         self,
         wire: Wire,
-        texts: Sequence[str],
+        texts: Iterable[str],
         key: ModelKey,
         options: Options,
-        template: pb.TokenizeRequest,
+        truncate: bool | None,
         timeout_seconds: float | None,
         progress: Progress | None,
-    ) -> list[SequenceInfo]:
-        """Split the texts into messages, send the messages, and merge the answers."""
+    ) -> Any:
+        """Return the tokens of each text. `truncate` None: all tokens."""
+
+        def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
+            return response.fingerprint, sequence_infos(response, len(message.indices))
+
+        items, is_one = read_inputs(texts, "texts")
+        check_texts(items)
+        check_function("progress", progress)
+        if not items:
+            return []
+        template = pb.TokenizeRequest(
+            model=key[0],
+            model_version=key[1],
+            prompt_name=options.prompt_name,
+            task=options.task_number,
+            truncation=pb.TRUNCATION_UNSPECIFIED if truncate is None else options.truncation,
+            include_token_strings=options.include_token_strings,
+            offset_unit=UNITS[options.offset_unit],
+        )
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
-            info = await self._model_for(partial(capability_error, options=options), wire, key, time_limit)
+            info = await self._model_for(wire, key, options, time_limit)
             # Only the model's computations limit the number of tokens.
             limits = replace(self._limits(info, options), max_tokens=2**63)
-
-            def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
-                return response.fingerprint, sequence_infos(response, message.n_inputs)
-
             for _ in range(_MAX_ROUNDS):
-                source = PlannedMessages(plan_messages(texts, template, limits))
+                source = PlannedMessages(plan_messages(items, template, limits))
                 dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(source, time_limit)
-                await exchange(wire, "Tokenize", dispatch, decode, progress, len(texts))
-                answers = sorted(dispatch.answers, key=lambda answer: answer[0])
+                await exchange(wire, "Tokenize", dispatch, decode, progress, len(items))
+                answers = sorted(dispatch.answers, key=lambda answer: answer[0][0])
                 fingerprints = {fingerprint for _, (fingerprint, _) in answers}
                 if len(fingerprints) <= 1:
                     break
         for fingerprint in fingerprints:
             self.settings.expected.check_fingerprint(fingerprint)
             check_fingerprint(min(fingerprints), fingerprint)
-        return [info for _, (_, infos) in answers for info in infos]
+        found = [info for _, (_, infos) in answers for info in infos]
+        return found[0] if is_one else found
+
+    async def rank(
+        self,
+        wire: Wire,
+        query: str,
+        documents: Any,
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> list[tuple[int, float]]:
+        """Return (index, score) of each document, the best first. `documents` has texts or vectors."""
+        check_type("query", query, str, "a text")
+        request = options.to_proto()
+        vectors = as_vectors(documents)
+        items = check_documents(documents, "documents") if vectors is None else []
+        count = len(items) if vectors is None else len(vectors.lengths)
+        if not count:
+            return []
+        request.MergeFrom(pb.ScoreRequest(query=query, document_vectors=vectors, top_k=options.top_k or count))
+        answers = await self._score(wire, request, "documents", items, key, timeout_seconds, progress)
+        found = [
+            (indices[position], float(score))
+            for indices, answer in answers
+            for position, score in zip(answer.indices, answer.scores[:, 0], strict=True)
+        ]
+        found.sort(key=lambda pair: (-pair[1], pair[0]))
+        return found[: options.top_k]
 
     async def score(
+        self,
+        wire: Wire,
+        pairs: Iterable[tuple[str, str]],
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> Array:
+        """Return the scores of pairs, in order: (pairs,), or (pairs, labels) if the model has several labels."""
+        items = check_pairs(pairs)
+        request = options.to_proto()
+        if not items:
+            return np.empty(0, np.float32)
+        answers = await self._score(wire, request, "pairs", items, key, timeout_seconds, progress)
+        scores = np.concatenate([answer.scores for _, answer in answers])  # (pairs, labels)
+        return scores[:, 0] if scores.shape[1] == 1 else scores
+
+    async def classify(
+        self,
+        wire: Wire,
+        texts: Iterable[str],
+        key: ModelKey,
+        options: ScoreOptions,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> Any:
+        """Return the `Classification` of each text, in order. For a str: one, without a list."""
+        is_one = isinstance(texts, str)
+        items = check_documents([texts] if is_one else texts, "texts")
+        request = options.to_proto()
+        if not items:
+            return []
+        answers = await self._score(wire, request, "texts", items, key, timeout_seconds, progress)
+        found = []
+        for _, answer in answers:
+            for scores in answer.scores:
+                best = int(scores.argmax())
+                found.append(Classification(answer.labels[best], float(scores[best]), scores, answer.labels))
+        return found[0] if is_one else found
+
+    async def _score(
         self,
         wire: Wire,
         template: pb.ScoreRequest,
         field: Field,
         items: Sequence[str | pb.TextPair],
+        key: ModelKey,
         timeout_seconds: float | None,
         progress: Progress | None,
-    ) -> list[tuple[int, ScoreAnswer]]:
+    ) -> list[tuple[Sequence[int], ScoreAnswer]]:
         """Split documents, pairs or texts into messages, and send the messages.
 
         Document vectors are in `template`, in one message.
 
         Returns:
-            (index of the first input, answer) of each message, in the order of the inputs.
+            (indices of the inputs, answer) of each message, in the order of the inputs.
         """
-        key, expected = (template.model, template.model_version), self.settings.expected
+        check_function("progress", progress)
+        expected = self.settings.expected
+        template.model, template.model_version = key
         template.expected_fingerprint, template.expected_space_id = expected.fingerprint, expected.space_id
         template.priority = PRIORITIES[self.settings.priority]
+        n_inputs = len(items) or len(template.document_vectors.lengths)
 
         def decode(message: Message, response: pb.ScoreResponse) -> ScoreAnswer:
             assert isinstance(message.request, pb.ScoreRequest)  # noqa: S101 - the messages of this call
-            return decode_scores(message.request, response, message.n_inputs)
+            return decode_scores(message.request, response, len(message.indices))
 
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
-            limits = score_limits(self._limits(await self._model_for(lambda _: None, wire, key, time_limit), Options()))
-            n_inputs = len(items) or len(template.document_vectors.lengths)
+            info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
+            limits = score_limits(self._limits(info, Options()))
             for _ in range(_MAX_ROUNDS):
-                messages = plan_scores(template, field, items, limits) if items else iter([Message(template)])
+                if items:
+                    messages = plan_scores(template, field, items, limits)
+                else:
+                    messages = iter([Message(template, range(n_inputs))])
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
                 dispatch: Dispatch[ScoreAnswer] = self._dispatch(PlannedMessages(messages), time_limit)
                 try:
                     await exchange(wire, "Score", dispatch, decode, progress, n_inputs)
                 finally:
-                    if dispatch.saw_too_large:  # the remembered limits may be out of date
-                        self._models.pop(key, None)
-                answers = sorted(dispatch.answers, key=lambda answer: answer[0])
+                    self._forget_limits(key, dispatch)
+                answers = sorted(dispatch.answers, key=lambda answer: answer[0][0])
                 if len({answer.fingerprint for _, answer in answers}) <= 1:
                     break
         for _, answer in answers:
@@ -333,41 +519,25 @@ class Core:
             raise InvalidInputError(f"must be > 0; was {timeout}", field="timeout_seconds")
         return TimeLimit(timeout, now + timeout)
 
-    async def _exchange_encode_messages(
-        self,
-        wire: Wire,
-        dispatch: Dispatch[MessageAnswer],
-        key: ModelKey,
-        options: Options,
-        describe: bool,
-        progress: Progress | None,
-        n_inputs: int,
-    ) -> None:
-        """Send all messages of a call once. The fingerprints of the answers may differ."""
-
-        def decode(message: Message, response: pb.EncodeResponse) -> MessageAnswer:
-            return decode_response(response, options, message.n_inputs, describe=describe)
-
-        try:
-            await exchange(wire, "Encode", dispatch, decode, progress, n_inputs)
-        finally:
-            if dispatch.saw_too_large:  # the remembered limits may be out of date
-                self._models.pop(key, None)
-
     async def _model_for(
         self,
-        error_of: Callable[[ModelInfo], InvalidRequestError | None],
         wire: Wire,
         key: ModelKey,
+        options: Options,
         time_limit: TimeLimit,
         *,
         use_remembered: bool = True,
+        request: pb.InspectRequest | None = None,
     ) -> ModelInfo:
-        """Return the model of a call. `error_of` returns the error if a model does not support the call.
+        """Return the model of a call. `request` is the request of an `inspect` call.
 
         Raises:
-            InvalidRequestError: The model does not support the call.
+            InvalidRequestError: The model does not support the options, or does not have a layer of the request.
         """
+
+        def error_of(info: ModelInfo) -> InvalidRequestError | None:
+            return capability_error(info, options) or layer_error(request, info)
+
         info = self._models.get(key) if use_remembered else None
         if info is not None and error_of(info) is None:
             return info
@@ -375,6 +545,23 @@ class Core:
         if (error := error_of(info)) is not None:
             raise error
         return info
+
+    def _forget_limits(self, key: ModelKey, dispatch: Dispatch[Any]) -> None:
+        """Forget the model if a message was refused for its size, because the limits may be out of date."""
+        if dispatch.saw_too_large:
+            self._models.pop(key, None)
+
+    def _request_template(self, key: ModelKey, options: Options) -> pb.EncodeRequest:
+        """Return a request with all fields of a call except the inputs."""
+        settings = self.settings
+        return pb.EncodeRequest(
+            model=key[0],
+            model_version=key[1],
+            options=options.to_proto(),
+            expected_fingerprint=settings.expected.fingerprint,
+            expected_space_id=settings.expected.space_id,
+            priority=PRIORITIES[settings.priority],
+        )
 
     def _limits(self, info: ModelInfo, options: Options) -> Limits:
         settings = self.settings
@@ -422,20 +609,24 @@ async def exchange(
 ) -> None:
     """Send the messages of a call until all are answered or have failed. The caller must close the wire.
 
-    `progress` runs after each attempt of a message. Arguments: the number of finished inputs, and `n_inputs`.
+    `progress` runs after each attempt of a message, and at least every second. So an exception of `progress` can end a
+    call to a server that does not answer. Arguments: the number of finished inputs, and `n_inputs`.
 
     Raises:
         EncserveError: A message failed, and the failure ends the call.
     """
     while True:
         _check_failures(dispatch)
-        dispatch.send(wire, rpc, may_block=True)
+        dispatch.send(wire, rpc, may_block=progress is None)
         _check_failures(dispatch)  # `send` records the messages whose time is over
         if dispatch.is_done:
             return
-        event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
+        seconds = dispatch.seconds_to_wait(wire.now())
+        if progress is not None:
+            seconds = _PROGRESS_SECONDS if seconds is None else min(seconds, _PROGRESS_SECONDS)
+        event = await wire.wait(seconds)
         dispatch.record(event, decode, wire.now())
-        if event is not None and progress is not None:
+        if progress is not None:
             progress(dispatch.n_finished, n_inputs)
 
 

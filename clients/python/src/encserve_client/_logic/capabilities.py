@@ -36,7 +36,10 @@ def capability_error(info: ModelInfo, options: Options) -> InvalidRequestError |
 def input_errors(info: ModelInfo, inputs: Sequence[object]) -> dict[int, EncserveError]:
     """Return the error of each input of a kind that the model does not take, by index."""
     errors: dict[int, EncserveError] = {}
+    takes_texts = info.input_kind != "embeddings" and info.has_tokenizer
     for index, item in enumerate(inputs):
+        if takes_texts and isinstance(item, str):  # the common case, fast
+            continue
         if problem := _problem_of_input(info, item.input if isinstance(item, SpanInput) else item):
             field = "text" if isinstance(item, SpanInput) else f"inputs[{index}]"
             text = f"{field} {problem}"
@@ -82,7 +85,7 @@ def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[st
         allowed = _DTYPES.get(output.kind, get_args(DType))
         if options.dtype not in allowed:
             yield "dtype", f" {options.dtype!r}: {output.kind!r} has {_listed(allowed, 'types')}"
-        if output.dimensions is None or isinstance(output.kind, int):
+        if output.dimensions is None:
             continue
         if output.kind == "sparse":
             yield "dimensions", " must not be given for kind='sparse': weights over the vocabulary are not in order"

@@ -4,57 +4,23 @@ The driver of the call is `calls.exchange` or `streams.Stream`. The driver calls
 the wire, and passes the event to `Dispatch.record`.
 """
 
-import heapq
-import itertools
 import random as random_module
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from encserve_client._logic.failures import CallInfo, Failure, Outages, seconds_until_retry
+from encserve_client._logic.failures import Failure, Outages, seconds_until_retry
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, Rpc, Wire
 from encserve_client.exceptions import DeadlineError, EncserveError
 from encserve_client.retry import RetryPolicy
 
 R = TypeVar("R")
-T = TypeVar("T")
 _TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 _LONGEST_SECONDS = 1e9  # gRPC fails calls at once if their deadline is over 2**63 ns
-
-
-class Outbox(Generic[T]):
-    """Items waiting to be sent. An item whose wait is over comes before the others."""
-
-    def __init__(self) -> None:
-        self._ready: deque[T] = deque()
-        self._later: list[tuple[float, int, T]] = []  # a heap of (due, order of arrival, item)
-        self._arrivals = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._later)
-
-    def push_first(self, items: Iterable[T]) -> None:
-        """Add items before all other ready items, in this order."""
-        self._ready.extendleft(reversed(list(items)))
-
-    def push_later(self, due: float, item: T) -> None:
-        """Add an item that must not be sent before `due`."""
-        heapq.heappush(self._later, (due, next(self._arrivals), item))
-
-    def pop(self, now: float) -> T | None:
-        """Remove and return the next item that may be sent at `now`, or None."""
-        if self._later and self._later[0][0] <= now:
-            return heapq.heappop(self._later)[2]
-        return self._ready.popleft() if self._ready else None
-
-    def next_due(self) -> float | None:
-        """Return the earliest time at which a waiting item may be sent, or None."""
-        return self._later[0][0] if self._later else None
 
 
 class MessageSource(Protocol):
@@ -110,18 +76,18 @@ class Dispatch(Generic[R]):
     with a temporary failure is sent again, within the policy and before the message's deadline. A message that is too
     large is split into two messages.
 
-    If `rejected` is given, the failure of one input is recorded in `rejected`, and the other inputs of the message are
-    sent again. If a whole message fails, the failure is recorded for each input of the message. Any other failure ends
-    the call.
+    If `rejected` is given, the failures of single inputs are recorded in `rejected`, and the other inputs of the
+    message are sent again. If a whole message fails, the failure is recorded for each input of the message. Any other
+    failure ends the call.
 
     Attributes:
-        answers: (first_index of the message, answer) of each answered message, in the order of arrival.
+        answers: (indices of the inputs, answer) of each answered message, in the order of arrival.
         attempts: Number of sent messages, repeated messages included.
         rejected: Index of an input → error of the input. None if the first error ends the call.
         failure: The error of the last message that failed for all its inputs; None without such a message.
-        failed_in_a_row: Number of messages since the last answer that failed for all their inputs.
+        failed_in_a_row: Number of messages that failed for all their inputs, since the last answer.
         saw_too_large: Whether a message was refused for its size, so that remembered limits may be out of date.
-        paused_seconds: Time that no deadline includes, because the caller was busy. Only `Stream` sets this time.
+        paused_seconds: Time in which the caller was busy. Deadlines do not include this time. Only `Stream` sets it.
     """
 
     def __init__(
@@ -135,7 +101,7 @@ class Dispatch(Generic[R]):
         target: str = "",
         rejected: dict[int, EncserveError] | None = None,
     ) -> None:
-        self.answers: list[tuple[int, R]] = []
+        self.answers: list[tuple[Sequence[int], R]] = []
         self.rejected = rejected
         self.failure: EncserveError | None = None
         self.failed_in_a_row = 0
@@ -144,20 +110,30 @@ class Dispatch(Generic[R]):
         self.saw_too_large = False
         self.paused_seconds = 0.0
         self._source = source
-        self._outbox: Outbox[Message] = Outbox()
+        self._waiting: list[tuple[float, Message]] = []  # (time at which the message may be sent, message)
         self._policy = policy
         self._limit = limit
         self._max_concurrent = max_concurrent
         self._random = random
-        self._call = CallInfo(target, limit.seconds)
+        self._target = target
         self._outages = outages
         self._n_in_flight = 0
         self._held_up: set[int] = set()  # ids of messages whose last attempt met an outage or a full server
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no message is in flight or waits for a retry."""
+        return not self._n_in_flight and not self._waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another message may be in flight."""
+        return self._n_in_flight < self._max_concurrent
+
+    @property
     def is_done(self) -> bool:
         """Whether every message was answered. True only after `send` has reached the end of the source."""
-        return self._source.is_ended and not self._n_in_flight and not self._outbox
+        return self._source.is_ended and self.is_idle
 
     @property
     def n_finished(self) -> int:
@@ -190,11 +166,11 @@ class Dispatch(Generic[R]):
     @property
     def _is_alone(self) -> bool:
         """Whether one message is in flight and nothing else can be sent before its end."""
-        return self._n_in_flight == 1 and (self._max_concurrent == 1 or (self._source.is_ended and not self._outbox))
+        return self._n_in_flight == 1 and (self._max_concurrent == 1 or (self._source.is_ended and not self._waiting))
 
     def _take(self, now: float) -> list[Message]:
         taken: list[Message] = []
-        while self._n_in_flight < self._max_concurrent and (message := self._next(now)) is not None:
+        while self.has_room and (message := self._next(now)) is not None:
             if not message.attempts:
                 message.deadline = self._limit.deadline(self._deadline_clock(now))
             if self._deadline_clock(now) >= message.deadline:
@@ -210,16 +186,17 @@ class Dispatch(Generic[R]):
 
     def seconds_to_wait(self, now: float) -> float | None:
         """Return the seconds until a waiting message may be sent, or None if `send` is useless before an answer."""
-        due = self._outbox.next_due()
-        return None if due is None or self._n_in_flight >= self._max_concurrent else max(due - now, 0.0)
+        if not self._waiting or not self.has_room:
+            return None
+        return max(min(due for due, _ in self._waiting) - now, 0.0)
 
     def _record_answer(self, message: Message, answer: R) -> None:
         self._n_in_flight -= 1
         self._held_up.discard(id(message))
         self._outages.record_answer()
         self.failed_in_a_row = 0
-        self._n_answered += message.n_inputs
-        self.answers.append((message.first_index, answer))
+        self._n_answered += len(message.indices)
+        self.answers.append((message.indices, answer))
 
     def _record_failure(self, message: Message, failure: Failure, now: float) -> None:
         """Split the message, retry, reject inputs, or end the call."""
@@ -229,7 +206,7 @@ class Dispatch(Generic[R]):
         if failure.is_too_large:
             self.saw_too_large = True
             if halves := message.halves():
-                self._outbox.push_first(halves)
+                self._waiting += [(now, half) for half in halves]
                 return
         seconds_left = message.deadline - self._deadline_clock(now)
         wait = seconds_until_retry(self._policy, failure, message.attempts, seconds_left, self._random, is_outage)
@@ -239,13 +216,15 @@ class Dispatch(Generic[R]):
             message.last_failure = failure.message
             if is_outage:
                 self._outages.record_retry(now, seconds_left)
-            self._outbox.push_later(now + wait, message)
+            self._waiting.append((now + wait, message))
             return
-        position = failure.input_at_fault(message.n_inputs)
-        if self.rejected is not None and position is not None:
-            index = message.first_index + position
-            self.rejected[index] = self._exception(message, failure)
-            self._outbox.push_first(message.without(position))
+        if self.rejected is not None and (at_fault := failure.inputs_at_fault(len(message.indices))):
+            for position, its_failure in at_fault.items():
+                self.rejected[message.indices[position]] = self._exception(message, its_failure)
+            rest = message.without(at_fault)
+            if rest and not failure.refused:  # more inputs may be at fault: halves bound the bytes that are sent again
+                rest = rest[0].halves() or rest
+            self._waiting += [(now, it) for it in rest]
             return
         is_end_of_call = failure.code is _TOO_LATE and self._limit.ends is not None
         self._give_up(
@@ -256,24 +235,27 @@ class Dispatch(Generic[R]):
 
     def _exception(self, message: Message, failure: Failure) -> EncserveError:
         return failure.to_exception(
-            message.attempts, message.first_index, self._call, message.n_inputs, message.arguments
+            message.attempts, message.indices, self._target, self._limit.seconds, message.arguments
         )
 
     def _deadline_clock(self, now: float) -> float:
         return now - self.paused_seconds
 
     def _next(self, now: float) -> Message | None:
-        message = self._outbox.pop(now)
+        if self._waiting:
+            soonest = min(range(len(self._waiting)), key=lambda index: self._waiting[index][0])
+            if self._waiting[soonest][0] <= now:
+                return self._waiting.pop(soonest)[1]
         # While the server is away or full, new messages stay in the source, so that their time does not run.
-        if message is None and not self._held_up and not self._source.is_ended:
-            message = self._source.take(idle=not self._n_in_flight and not self._outbox)
-        return message
+        if self._held_up or self._source.is_ended:
+            return None
+        return self._source.take(idle=self.is_idle)
 
     def _deadline_error(self, message: Message) -> EncserveError:
-        target = f" to {self._call.target}" if self._call.target else ""
+        target = f" to {self._target}" if self._target else ""
         failure = f"; the last attempt failed: {message.last_failure}" if message.last_failure else ""
         return DeadlineError(
-            f"{self._call.timeout_seconds:g} s passed before everything was sent{target}{failure}",
+            f"{self._limit.seconds:g} s passed before everything was sent{target}{failure}",
             code=_TOO_LATE,
             attempts=message.attempts,
         )
@@ -288,6 +270,6 @@ class Dispatch(Generic[R]):
             raise make_error()
         self.failure = make_error()
         self.failed_in_a_row += 1
-        for index in range(message.first_index, message.first_index + message.n_inputs):
+        for index in message.indices:
             self.rejected[index] = error = make_error()
             error.index = index

@@ -1,8 +1,9 @@
 """Failures of messages: causes, exceptions, and retries."""
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from encserve_client.retry import OnOutage, Outage, RetryPolicy
 _CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 REASON_TRAILER = "encserve-error-reason"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+REFUSED_INPUTS_TRAILER = "encserve-refused-inputs"
 
 # The server's reasons for refusing a message that the client may split.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
@@ -31,7 +33,7 @@ _FIELD = re.compile(
     r"prompt_name|task|expected_fingerprint|expected_space_id)\b"
     r"[\w.\[\]]*(?=: )"
 )
-# Parts of the server's field names that the names of arguments lack, and fields that have another argument name.
+# Parts of the server's field names that argument names do not have. Fields whose argument has another name.
 _INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
@@ -77,19 +79,6 @@ _BY_REASON: dict[str, type[errors.EncserveError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class CallInfo:
-    """Facts about a call for the texts of errors.
-
-    Attributes:
-        target: The target of the client; "" if unknown.
-        timeout_seconds: The time of the call, or of each message.
-    """
-
-    target: str = ""
-    timeout_seconds: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """The failure of one message.
 
@@ -99,6 +88,8 @@ class Failure:
         reason: The server's machine-readable reason; "" without one.
         retry_delay_seconds: The delay before a retry that the server asked for; None without one.
         retry_forbidden: Whether the server forbids retries.
+        refused: The failure of each input that the server refused. Empty if the server gave no list. Then other inputs
+            may be wrong too.
     """
 
     code: grpc.StatusCode
@@ -106,6 +97,7 @@ class Failure:
     reason: str = ""
     retry_delay_seconds: float | None = None
     retry_forbidden: bool = False
+    refused: "tuple[Failure, ...]" = ()
 
     @property
     def is_full_server(self) -> bool:
@@ -128,36 +120,38 @@ class Failure:
             return self.reason in _TOO_LARGE_REASONS
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
-    def input_at_fault(self, n_inputs: int) -> int | None:
-        """Return the position in the message of the input that caused the failure, or None."""
-        found = _INPUT_AT_FAULT.match(self.message)
-        position = int(found[1]) if found else 0 if self.is_too_large and n_inputs == 1 else n_inputs
-        return position if position < n_inputs else None
+    def inputs_at_fault(self, n_inputs: int) -> "dict[int, Failure]":
+        """Return the failure of each input that caused this failure, by position in a message of `n_inputs` inputs."""
+        found: dict[int, Failure] = {}
+        for failure in self.refused or (self,):
+            name = _INPUT_AT_FAULT.match(failure.message)
+            if name and int(name[1]) < n_inputs:
+                found[int(name[1])] = failure
+        return found or ({0: self} if self.is_too_large and n_inputs == 1 else {})
 
     def to_exception(
         self,
         attempts: int,
-        first_index: int = 0,
-        call: CallInfo = CallInfo(),
-        n_inputs: int = 2**31,
+        indices: Sequence[int] = (),
+        target: str = "",
+        timeout_seconds: float = math.inf,
         arguments: Iterable[tuple[str, str]] = (),
     ) -> errors.EncserveError:
         """Return the exception for the caller.
 
         Args:
             attempts: How often the message was sent.
-            first_index: The caller's index of the first input of the message. The server's text counts from this input,
-                and the exception's text counts from the caller's first input.
-            call: The call of the message.
-            n_inputs: Number of inputs of the message, if known. If the message has one input and is too large, that
-                input caused the failure.
-            arguments: The beginnings of fields, each with the beginning of the argument; see `Message.arguments`.
+            indices: The caller's index of each input of the message. The exception's text has these indices instead of
+                positions in the message.
+            target: The target of the client; "" if unknown.
+            timeout_seconds: The time of the call, or of each message.
+            arguments: Prefixes of field names, and their replacements; see `Message.arguments`.
         """
         if self.is_too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
         else:
             kind = _BY_REASON.get(self.reason) or _BY_CODE.get(self.code, errors.ServerError)
-        text, field = self._text(attempts, first_index, call), ""
+        text, field = self._text(attempts, indices, target, timeout_seconds), ""
         if found := _FIELD.match(text):
             field = _INNER.sub("", found[0])
             for begin, argument in arguments:
@@ -168,25 +162,24 @@ class Failure:
             text = f"{field}{text[found.end() :]}"
         error = kind.__new__(kind)
         errors.EncserveError.__init__(error, text, code=self.code, reason=self.reason, attempts=attempts, field=field)
-        position = self.input_at_fault(n_inputs)
-        error.index = None if position is None else first_index + position
+        for position in self.inputs_at_fault(len(indices)):
+            error.index = indices[position]
+            break
         if isinstance(error, errors.OverloadedError):
             error.retry_delay_seconds = self.retry_delay_seconds
         return error
 
-    def _text(self, attempts: int, first_index: int, call: CallInfo) -> str:
-        text = self.message or self.code.name
-        if first_index:
-            text = re.sub(
-                r"\b(inputs|texts|documents|pairs)\[(\d+)\]",
-                lambda match: f"{match[1]}[{int(match[2]) + first_index}]",
-                text,
-            )
+    def _text(self, attempts: int, indices: Sequence[int], target: str, timeout_seconds: float) -> str:
+        def with_index(name: re.Match[str]) -> str:
+            position = int(name[2])
+            return f"{name[1]}[{indices[position]}]" if position < len(indices) else name[0]
+
+        text = re.sub(r"\b(inputs|texts|documents|pairs)\[(\d+)\]", with_index, self.message or self.code.name)
         # gRPC's texts for these two codes name neither the server nor the timeout.
-        if call.target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            text = f"{text}: {call.target} did not answer within {call.timeout_seconds:g} s"
-        elif call.target and self.code is grpc.StatusCode.UNAVAILABLE:
-            text = f"{call.target}: {text}"
+        if target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = f"{text}: {target} did not answer within {timeout_seconds:g} s"
+        elif target and self.code is grpc.StatusCode.UNAVAILABLE:
+            text = f"{target}: {text}"
         elif self.reason == "UNAUTHENTICATED":
             text = f"{text}; this client takes the key from api_key=, --api-key or ENCSERVE_API_KEY"
         return f"{text} (sent {attempts} times)" if attempts > 1 else text
@@ -207,7 +200,15 @@ def failure_of_status(
     delay = _pushback_seconds(pushback)
     # A pushback that is not a number >= 0 means "do not retry" (gRFC A6).
     forbidden = pushback is not None and delay is None
-    return Failure(code, message or "", texts.get(REASON_TRAILER, ""), delay, forbidden)
+    refused = _refused_inputs(code, texts.get(REFUSED_INPUTS_TRAILER, "[]"))
+    return Failure(code, message or "", texts.get(REASON_TRAILER, ""), delay, forbidden, refused)
+
+
+def _refused_inputs(code: grpc.StatusCode, text: str) -> tuple[Failure, ...]:
+    try:
+        return tuple(Failure(code, str(it["message"]), str(it["reason"])) for it in json.loads(text))
+    except (ValueError, TypeError, KeyError):  # a proxy has changed the trailer
+        return ()
 
 
 def failure_of_call(call: Any) -> Failure:

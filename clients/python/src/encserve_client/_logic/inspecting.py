@@ -71,9 +71,9 @@ def _pack_one(item: Input) -> pb.Input:
     return pack_input(check_input(item, "input"), "input")
 
 
-def layer_error(request: pb.InspectRequest, info: ModelInfo) -> InvalidInputError | None:
+def layer_error(request: pb.InspectRequest | None, info: ModelInfo) -> InvalidInputError | None:
     """Return the error if the request has a layer that the model does not have, or None."""
-    for tensor in request.tensors:
+    for tensor in () if request is None else request.tensors:
         name, most = "attention", info.n_layers - 1
         if tensor.kind == pb.INSPECT_KIND_HIDDEN_STATES:
             name, most = "hidden_states", info.n_layers

@@ -2,12 +2,12 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` splits the message. The server refuses a reply over its own limit too. But a
-reply over the limit of this client is refused after the computation. So the rows of tokens limit a message too.
+computation, and `Dispatch` splits the message. The same holds for a reply over the server's limit. But only gRPC checks
+the limit of this client, after the computation. So the size of the rows limits a message too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -47,29 +47,24 @@ class Message:
 
     Attributes:
         request: The request.
-        first_index: The caller's index of the first input.
+        indices: The caller's index of each input, ascending. Empty for a request without inputs.
         attempts: How often the message was sent. Only `Dispatch` changes the number.
         deadline: The deadline of the answer. `Dispatch` sets the deadline at the first attempt.
         last_failure: The text of the failure before a retry; "" without one.
     """
 
     request: Request
-    first_index: int = 0
+    indices: Sequence[int] = ()
     attempts: int = 0
     deadline: float = math.inf
     last_failure: str = ""
 
     @property
-    def n_inputs(self) -> int:
-        """Number of inputs."""
-        request = self.request
-        if isinstance(request, pb.ScoreRequest) and request.HasField("document_vectors"):
-            return len(request.document_vectors.lengths)
-        return len(_inputs_of(request))
-
-    @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The beginnings of fields that are arguments of the call, each with the beginning of the argument."""
+        """The prefixes of the contract's field names that the arguments of a call do not have.
+
+        Each prefix comes with its replacement. Example: ("inputs[0].spans", "spans").
+        """
         request = self.request
         if not isinstance(request, pb.EncodeRequest):
             return []
@@ -80,24 +75,21 @@ class Message:
 
     def halves(self) -> "list[Message]":
         """Split the inputs into two messages. Return [] for at most one input."""
-        middle = len(_inputs_of(self.request)) // 2
-        return [*self._slice(0, middle), *self._slice(middle, self.n_inputs)] if middle else []
-
-    def without(self, position: int) -> "list[Message]":
-        """Return the inputs except one, in at most three messages.
-
-        The server names only the first wrong input. If all later inputs are wrong too, halves keep the bytes few.
-        """
-        middle = (position + 1 + self.n_inputs) // 2
-        ranges = ((0, position), (position + 1, middle), (middle, self.n_inputs))
-        return [message for start, end in ranges for message in self._slice(start, end)]
-
-    def _slice(self, start: int, end: int) -> "list[Message]":
-        """Return one message with the inputs from `start` to `end`, or no message for an empty range."""
-        if start >= end:
+        if isinstance(self.request, pb.ScoreRequest) and self.request.HasField("document_vectors"):
             return []
-        request = request_like(self.request, _inputs_of(self.request)[start:end])
-        return [Message(request, self.first_index + start)]
+        positions = range(len(self.indices))
+        middle = len(positions) // 2
+        return [self._only(positions[:middle]), self._only(positions[middle:])] if middle else []
+
+    def without(self, positions: Collection[int]) -> "list[Message]":
+        """Return one message with the inputs at all other positions, or no message if there are none."""
+        rest = [position for position in range(len(self.indices)) if position not in positions]
+        return [self._only(rest)] if rest else []
+
+    def _only(self, positions: Sequence[int]) -> "Message":
+        inputs = getattr(self.request, _inputs_field(self.request))
+        chosen = request_like(self.request, [inputs[position] for position in positions])
+        return Message(chosen, [self.indices[position] for position in positions])
 
 
 def request_like(template: Request, inputs: Sequence[Any], field: str = "") -> Request:
@@ -111,18 +103,10 @@ def request_like(template: Request, inputs: Sequence[Any], field: str = "") -> R
 
 
 def _inputs_field(request: Request) -> str:
-    """Return the name of the repeated field with the inputs; "" for a request without such a field."""
+    """Return the name of the repeated field with the inputs."""
     if isinstance(request, pb.ScoreRequest):
-        return next((name for name in ("documents", "pairs", "texts") if getattr(request, name)), "")
-    if isinstance(request, pb.TokenizeRequest):
-        return "texts"
-    return "inputs" if isinstance(request, pb.EncodeRequest) else ""
-
-
-def _inputs_of(request: Request) -> Any:
-    """Return the repeated field with the inputs; an empty tuple for a request without such a field."""
-    field = _inputs_field(request)
-    return getattr(request, field) if field else ()
+        return next(name for name in ("documents", "pairs", "texts") if getattr(request, name))
+    return "texts" if isinstance(request, pb.TokenizeRequest) else "inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +133,9 @@ class Limits:
 
         `token_bytes`: the size of the rows of one token in the reply, see `reply_bytes_per_token`.
 
-        The server allows a message to fill the whole queue. The client divides this number of tokens among the
-        concurrent messages, so that a call does not compete with itself. `MAX_MESSAGE_TOKENS` is a second limit, so
-        that a slow server can answer within the time of a message.
+        The server allows a message to fill the whole queue. The concurrent messages of a call share this number of
+        tokens. Otherwise the call would compete with itself. `MAX_MESSAGE_TOKENS` is a second limit. With this limit a
+        slow server answers within the time of a message.
         """
         request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
         reply_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes) - _MESSAGE_OVERHEAD_BYTES
@@ -172,31 +156,6 @@ def reply_bytes_per_token(info: ModelInfo, options: Options) -> int:
         for output in options.outputs
         if output.kind in ("tokens", "multi_vector")
     )
-
-
-@dataclass(slots=True)
-class Cost:
-    """The size of inputs, in the units of `Limits`."""
-
-    sequences: int = 0
-    tokens: int = 0
-    request_bytes: int = 0
-
-    def plus(self, other: "Cost") -> "Cost":
-        """Return the sum."""
-        return Cost(
-            self.sequences + other.sequences,
-            self.tokens + other.tokens,
-            self.request_bytes + other.request_bytes,
-        )
-
-    def fits(self, limits: Limits) -> bool:
-        """Whether one message may have this size."""
-        return (
-            self.sequences <= limits.max_sequences
-            and self.tokens <= limits.max_tokens
-            and self.request_bytes <= limits.max_request_bytes
-        )
 
 
 def plan_messages(
@@ -243,11 +202,12 @@ class MessageBuilder:
     def __init__(self, template: pb.EncodeRequest | pb.TokenizeRequest, limits: Limits) -> None:
         """Create a builder. `template` is a request without inputs."""
         self._template = template
-        self._takes_texts = isinstance(template, pb.TokenizeRequest)
+        self._field = "texts" if isinstance(template, pb.TokenizeRequest) else "inputs"
         self._limits = limits
         self._packed: list[pb.Input | str] = []
-        self._first_index = 0
-        self._total = Cost()
+        self._indices: list[int] = []
+        self._tokens = 0
+        self._request_bytes = 0
 
     @property
     def is_empty(self) -> bool:
@@ -257,7 +217,7 @@ class MessageBuilder:
     @property
     def is_full(self) -> bool:
         """Whether the message has the largest allowed number of inputs."""
-        return self._total.sequences >= self._limits.max_sequences
+        return len(self._packed) >= self._limits.max_sequences
 
     def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. If the input begins a new message, return the previous message.
@@ -265,24 +225,27 @@ class MessageBuilder:
         Raises:
             InvalidInputError: The input cannot be sent, see `pack_input`. The builder does not change.
         """
-        packed = pack_input(item, f"{'texts' if self._takes_texts else 'inputs'}[{index}]")
-        total = self._total.plus(cost := cost_of(packed, self._limits))
-        full = None
-        # The inputs of a message have consecutive indices, so the first index gives the index of each.
-        if self._packed and (index != self._first_index + len(self._packed) or not total.fits(self._limits)):
-            full, total = self.flush(), cost
-        if not self._packed:
-            self._first_index = index
-        self._packed.append(packed.text if self._takes_texts else packed)
-        self._total = total
+        packed = pack_input(item, f"{self._field}[{index}]")
+        tokens, request_bytes = cost_of(packed, self._limits)
+        limits, full = self._limits, None
+        if (
+            self._tokens + tokens > limits.max_tokens
+            or self._request_bytes + request_bytes > limits.max_request_bytes
+            or len(self._packed) >= limits.max_sequences
+        ):
+            full = self.flush()
+        self._packed.append(packed if self._field == "inputs" else packed.text)
+        self._indices.append(index)
+        self._tokens += tokens
+        self._request_bytes += request_bytes
         return full
 
     def flush(self) -> Message | None:
         """Return a message with all inputs added since the last message, or None without inputs."""
         if not self._packed:
             return None
-        message = Message(request_like(self._template, self._packed), self._first_index)
-        self._packed, self._total = [], Cost()
+        message = Message(request_like(self._template, self._packed), self._indices)
+        self._packed, self._indices, self._tokens, self._request_bytes = [], [], 0, 0
         return message
 
 
@@ -302,19 +265,17 @@ def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest | pb.ScoreRe
     return chain(first, messages)
 
 
-def cost_of(message: pb.Input, limits: Limits) -> Cost:
-    """Return the size of one input: exact for token ids and vectors, an estimate for text."""
-    return Cost(1, min(tokens_of(message), limits.max_sequence_tokens), message.ByteSize() + _INPUT_OVERHEAD_BYTES)
-
-
-def tokens_of(message: pb.Input) -> int:
-    """Return the number of tokens of one input: exact for token ids and vectors, an estimate for text."""
+def cost_of(message: pb.Input, limits: Limits) -> tuple[int, int]:
+    """Return the tokens and the bytes of one input. The tokens of a text are an estimate, other tokens are exact."""
+    request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     if message.HasField("text"):
-        return tokens_of_bytes(message.ByteSize() + _INPUT_OVERHEAD_BYTES)
-    if message.HasField("embeddings"):
+        tokens = tokens_of_bytes(request_bytes)
+    elif message.HasField("embeddings"):
         vectors = message.embeddings
-        return len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
-    return len(message.token_ids.ids)
+        tokens = len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
+    else:
+        tokens = len(message.token_ids.ids)
+    return min(tokens, limits.max_sequence_tokens), request_bytes
 
 
 def tokens_of_bytes(size: int) -> int:

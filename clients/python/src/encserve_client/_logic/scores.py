@@ -9,7 +9,6 @@ import numpy as np
 from encserve_client._arguments import as_int, check_type
 from encserve_client._logic.planning import (
     MAX_MESSAGE_TOKENS,
-    Cost,
     Limits,
     Message,
     request_like,
@@ -53,24 +52,33 @@ class ScoreAnswer:
     indices: tuple[int, ...]
 
 
-def score_options(activation: Activation | None, truncate: bool, prompt_name: str | None, top_k: int | None) -> Any:
-    """Return the fields of a ScoreRequest for the arguments of a call.
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """The options of a score call; see `EncoderClient.rank`."""
 
-    Raises:
-        InvalidInputError: An argument has the wrong type or is out of range.
-    """
-    if activation is not None:
-        check_choice("activation", activation, Activation)
-    if top_k is not None and as_int("top_k", top_k) < 1:
-        raise InvalidInputError(f"must be >= 1; was {top_k}", field="top_k")
-    check_type("prompt_name", prompt_name, (str, type(None)), "a str or None")
-    truncation = pb.TRUNCATION_END if check_type("truncate", truncate, bool, "a bool") else pb.TRUNCATION_REFUSE
-    return {
-        "activation": _ACTIVATIONS[activation],
-        "truncation": truncation,
-        "prompt_name": prompt_name,
-        "top_k": top_k or 0,
-    }
+    activation: Activation | None = None
+    truncate: bool = True
+    prompt_name: str | None = None
+    top_k: int | None = None
+
+    def to_proto(self) -> pb.ScoreRequest:
+        """Return a request with these options.
+
+        Raises:
+            InvalidInputError: An option has the wrong type or is out of range.
+        """
+        if self.activation is not None:
+            check_choice("activation", self.activation, Activation)
+        if self.top_k is not None and as_int("top_k", self.top_k) < 1:
+            raise InvalidInputError(f"must be >= 1; was {self.top_k}", field="top_k")
+        check_type("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
+        is_cut = check_type("truncate", self.truncate, bool, "a bool")
+        return pb.ScoreRequest(
+            activation=_ACTIVATIONS[self.activation],
+            truncation=pb.TRUNCATION_END if is_cut else pb.TRUNCATION_REFUSE,
+            prompt_name=self.prompt_name,
+            top_k=self.top_k or 0,
+        )
 
 
 def check_pairs(pairs: object) -> list[pb.TextPair]:
@@ -182,20 +190,27 @@ def plan_scores(
         items: The documents, pairs or texts.
         limits: The limits of one message.
     """
-    query = _cost(template.query, limits)
-    begin, total = 0, Cost(request_bytes=query.request_bytes)
+    query_tokens, query_bytes = _cost(template.query, limits)
+    begin, tokens, request_bytes = 0, 0, query_bytes
     for index, item in enumerate(items):
-        cost = _cost(item, limits).plus(Cost(tokens=query.tokens))
-        if index > begin and not total.plus(cost).fits(limits):
-            yield Message(request_like(template, items[begin:index], field), begin)
-            begin, total = index, Cost(request_bytes=query.request_bytes)
-        total = total.plus(cost)
-    yield Message(request_like(template, items[begin:], field), begin)
+        item_tokens, item_bytes = _cost(item, limits)
+        item_tokens += query_tokens
+        if index > begin and (
+            tokens + item_tokens > limits.max_tokens
+            or request_bytes + item_bytes > limits.max_request_bytes
+            or index - begin >= limits.max_sequences
+        ):
+            yield Message(request_like(template, items[begin:index], field), range(begin, index))
+            begin, tokens, request_bytes = index, 0, query_bytes
+        tokens += item_tokens
+        request_bytes += item_bytes
+    yield Message(request_like(template, items[begin:], field), range(begin, len(items)))
 
 
-def _cost(item: str | pb.TextPair, limits: Limits) -> Cost:
+def _cost(item: str | pb.TextPair, limits: Limits) -> tuple[int, int]:
+    """Return the tokens, an estimate, and the bytes of a text or a pair."""
     size = (len(item.encode()) if isinstance(item, str) else item.ByteSize()) + _OVERHEAD_BYTES
-    return Cost(1, min(tokens_of_bytes(size), limits.max_sequence_tokens), size)
+    return min(tokens_of_bytes(size), limits.max_sequence_tokens), size
 
 
 def decode_scores(request: pb.ScoreRequest, response: pb.ScoreResponse, n_inputs: int) -> ScoreAnswer:

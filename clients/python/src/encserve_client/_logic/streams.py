@@ -4,6 +4,7 @@
 are taken, results are sorted, and the deadlines exclude the time of a slow caller.
 """
 
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,18 +44,24 @@ class StreamOptions:
 
 
 class StreamMessages:
-    """The inputs of a stream that were read but not sent, grouped into messages. A `MessageSource`."""
+    """The inputs of a stream that were read but not sent, grouped into messages. A `MessageSource`.
+
+    Attributes:
+        full: The full messages that were not taken.
+        inputs_ended: Whether no more inputs follow.
+        may_send_partial: Whether `take` may return a message that is not full, while no message is in flight.
+    """
 
     def __init__(self, builder: MessageBuilder) -> None:
         self.inputs_ended = False
         self.may_send_partial = True
         self._builder = builder
-        self._full: deque[Message] = deque()
+        self.full: deque[Message] = deque()
 
     @property
     def is_ended(self) -> bool:
         """See `MessageSource`."""
-        return self.inputs_ended and not self._full and self._builder.is_empty
+        return self.inputs_ended and not self.full and self._builder.is_empty
 
     def add(self, index: int, item: object) -> None:
         """Add the next input.
@@ -62,49 +69,44 @@ class StreamMessages:
         Raises:
             InvalidInputError: `item` is not an input.
         """
-        if (full := self._builder.add(index, check_input(item, f"inputs[{index}]"))) is not None:
-            self._full.append(full)
+        checked = item if isinstance(item, str) else check_input(item, f"inputs[{index}]")
+        if (full := self._builder.add(index, checked)) is not None:
+            self.full.append(full)
         if self._builder.is_full and (full := self._builder.flush()) is not None:
-            self._full.append(full)
-
-    @property
-    def has_message(self) -> bool:
-        """Whether a full message has not been taken."""
-        return bool(self._full)
+            self.full.append(full)
 
     def take(self, *, idle: bool) -> Message | None:
         """See `MessageSource`. While messages are in flight, inputs wait for a full message."""
-        if self._full:
-            return self._full.popleft()
+        if self.full:
+            return self.full.popleft()
         if self.inputs_ended or (idle and self.may_send_partial):
             return self._builder.flush()
         return None
 
 
 class ResultBuffer(Generic[R]):
-    """Results that have not been yielded yet."""
+    """Results that have not been yielded yet.
+
+    Attributes:
+        ready: (index, result) of each result that may be yielded now, the next one first.
+    """
 
     def __init__(self, ordered: bool) -> None:
+        self.ready: deque[tuple[int, R]] = deque()
         self._ordered = ordered
-        self._results: dict[int, R] = {}  # in the order of arrival
+        self._early: dict[int, R] = {}  # results that must wait for a result with a lower index
         self._next_index = 0
 
-    def put(self, index: int, result: R) -> None:
-        """Add the result of an input."""
-        self._results[index] = result
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `pop` returns a result."""
-        return bool(self._results) and (not self._ordered or self._next_index in self._results)
-
-    def pop(self) -> tuple[int, R] | None:
-        """Remove and return the next result with the index of the input. Return None if the result has not arrived."""
-        index = self._next_index if self._ordered else next(iter(self._results), -1)
-        if index not in self._results:
-            return None
-        self._next_index += 1
-        return index, self._results.pop(index)
+    def put(self, indices: Sequence[int], results: Sequence[R]) -> None:
+        """Add the results of inputs with these indices."""
+        if not self._ordered:
+            self.ready.extend(zip(indices, results, strict=True))
+            return
+        early = self._early
+        early.update(zip(indices, results, strict=True))
+        while self._next_index in early:
+            self.ready.append((self._next_index, early.pop(self._next_index)))
+            self._next_index += 1
 
 
 class Stream:
@@ -128,65 +130,94 @@ class Stream:
         self._n_allowed = 0  # number of inputs that the wire may read from an async iterable
         self._n_yielded = 0
 
-    async def results(self) -> AsyncGenerator[tuple[int, Result], None]:
-        """Yield each result with the index of the input. Read at most one input while a result is ready.
+    async def runs(self) -> AsyncGenerator[Iterator[tuple[int, Result]], None]:
+        """Yield iterators over the results. The caller must take all results of an iterator before the next one.
+
+        While a result is ready, at most one input is read before the result is yielded.
 
         Raises:
             EncserveError: The call as a whole failed.
         """
-        while (result := await self._next()) is not None:
-            self._n_yielded += 1
-            if self._options.progress is not None:
-                self._options.progress(self._n_yielded, self._options.total)
-            began = self._wire.now()
-            yield result
-            self._dispatch.paused_seconds += self._wire.now() - began
-
-    async def _next(self) -> tuple[int, Result] | None:
-        may_yield = False  # becomes True after one read, so that reading keeps up with yielding
         while True:
             while (event := await self._wire.wait(0)) is not None:
                 self._handle(event)
             self._send()
-            inputs = self._options.inputs if self._may_read else None
-            if may_yield or inputs is None:
-                if (result := self._finished.pop()) is not None:
-                    return result
-                if self._source.is_ended and self._n_yielded == self._n_read:
-                    return None
-            may_yield = True
-            if inputs is not None:
-                self._read(inputs)
-                if not self._source.has_message and (result := self._finished.pop()) is not None:
-                    return result
+            if self._finished.ready:
+                yield self._ready_results()
+            elif self._source.is_ended and self._n_yielded == self._n_read:
+                return
+            elif self._options.inputs is not None and self._may_read:
+                self._read_inputs(self._options.inputs)
             elif (event := await self._wire.wait(self._dispatch.seconds_to_wait(self._wire.now()))) is not None:
                 self._handle(event)
+
+    def _ready_results(self) -> Iterator[tuple[int, Result]]:
+        """Yield results, and read one input for each, until the wire has work."""
+        ready, inputs, progress = self._finished.ready, self._options.inputs, self._options.progress
+        began, due = self._wire.now(), self._due()
+        while ready:
+            self._n_yielded += 1
+            result = ready.popleft()
+            if progress is not None:
+                progress(self._n_yielded, self._options.total)
+            yield result
+            if inputs is None:
+                self._allow_reads()
+            elif self._may_read:
+                self._read_one(inputs)
+            if self._has_work(due):
+                break
+        self._dispatch.paused_seconds += self._wire.now() - began
+
+    def _read_inputs(self, inputs: Iterator[object]) -> None:
+        """Read inputs, until a result is ready or the wire has work."""
+        began, due = self._wire.now(), self._due()
+        while self._may_read:
+            self._read_one(inputs)
+            is_idle = self._dispatch.is_idle  # then a partial message can be sent
+            if is_idle or self._finished.ready or self._has_work(due):
+                break
+        self._dispatch.paused_seconds += self._wire.now() - began
+
+    def _has_work(self, due: float) -> bool:
+        """Whether a full message can be sent, an event has arrived, or a message is due for a retry."""
+        if self._source.full and self._dispatch.has_room:
+            return True
+        return self._wire.has_event() or (due < math.inf and self._wire.now() >= due)
+
+    def _due(self) -> float:
+        """Return the time at which a message that waits for a retry may be sent; infinity if no message waits."""
+        seconds = self._dispatch.seconds_to_wait(now := self._wire.now())
+        return math.inf if seconds is None else now + seconds
 
     @property
     def _may_read(self) -> bool:
         return not self._source.inputs_ended and self._n_read - self._n_yielded < self._options.max_in_flight
 
     def _send(self) -> None:
-        # One input is read for each result that the caller takes, so the message is full soon.
-        self._source.may_send_partial = not self._finished.is_ready
+        # While results are ready, a partial message waits. The caller takes the results, and for each result one more
+        # input is read. So the message is full soon.
+        self._source.may_send_partial = not self._finished.ready
         self._dispatch.send(self._wire, "Encode", may_block=False)
         self._collect()
+        if self._options.inputs is None:
+            self._allow_reads()
+
+    def _allow_reads(self) -> None:
+        """Allow the wire to read an async iterable up to the limit."""
         count = self._n_yielded + self._options.max_in_flight - self._n_allowed
-        if self._options.inputs is None and count > 0 and not self._source.inputs_ended:
+        if count > 0 and not self._source.inputs_ended:
             self._n_allowed += count
             self._wire.read_inputs(count)
 
-    def _read(self, inputs: Iterator[object]) -> None:
+    def _read_one(self, inputs: Iterator[object]) -> None:
         """Read one input, in the caller's thread."""
-        began = self._wire.now()
         try:
             item = next(inputs)
         except StopIteration:
             self._source.inputs_ended = True
-            return
-        finally:
-            self._dispatch.paused_seconds += self._wire.now() - began
-        self._add(item)
+        else:
+            self._add(item)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, InputRead):
@@ -197,7 +228,6 @@ class Stream:
             self._source.inputs_ended = True
         else:
             self._dispatch.record(event, self._decode, self._wire.now())
-        self._collect()
 
     def _add(self, item: object) -> None:
         index = self._n_read
@@ -206,15 +236,13 @@ class Stream:
             self._source.add(index, item)
         except InvalidInputError as error:
             error.index = index
-            self._finished.put(index, error)  # yielded in order, like an error of the server
+            self._finished.put([index], [error])  # yielded in order, like an error of the server
 
     def _collect(self) -> None:
         """Move the answers and errors from `Dispatch` to the results."""
-        for first_index, results in self._dispatch.answers:
-            for index, result in enumerate(results, first_index):
-                self._finished.put(index, result)
+        for indices, results in self._dispatch.answers:
+            self._finished.put(indices, results)
         self._dispatch.answers.clear()
-        rejected = self._dispatch.rejected or {}
-        for index, error in rejected.items():
-            self._finished.put(index, error)
-        rejected.clear()
+        if rejected := self._dispatch.rejected:
+            self._finished.put(list(rejected), list(rejected.values()))
+            rejected.clear()

@@ -64,6 +64,9 @@ class Wire(Protocol):
     def read_inputs(self, count: int) -> None:
         """Allow the wire to read `count` more inputs from the caller's async iterable. Each input becomes an event."""
 
+    def has_event(self) -> bool:
+        """Whether `wait(0)` would return an event."""
+
     async def wait(self, seconds: float | None) -> Event | None:
         """Return the next event, or None after `seconds` without an event. `seconds` None waits without a limit.
 

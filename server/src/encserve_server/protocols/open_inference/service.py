@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from encserve_server import __version__
+from encserve import __version__
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.errors import DeadlineExpired, InvalidField, ModelNotFound, NotReady

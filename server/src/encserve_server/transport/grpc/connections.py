@@ -26,6 +26,10 @@ _FDS = Path("/proc/self/fd")
 # old connection.
 HEADROOM = 2
 _LOOK_SECONDS = 0.1
+# A new connection has this time for its first call. It counts from the last check without the connection. If that check
+# is longer ago than _UNSEEN_SECONDS, for example because the event loop was busy, the time counts from then.
+_FIRST_CALL_SECONDS = 0.3
+_UNSEEN_SECONDS = 0.2
 # If a check finds too many connections, the next check follows soon. The pause is `_PAUSE_PART` × the duration of the
 # check. The check does not run in a thread, because there it would take seconds: while the event loop is busy, the
 # thread would wait for the GIL after each system call.
@@ -107,7 +111,8 @@ class Connections:
 
     def _close_excess(self) -> bool:
         """Close connections beyond the limit. Return whether there were more connections than the limit."""
-        since, self._looked_at = self._looked_at, self._clock.now()
+        now = self._clock.now()
+        since, self._looked_at = max(self._looked_at, now - _UNSEEN_SECONDS), now
         with contextlib.suppress(OSError):  # listing the descriptors needs a free descriptor
             if len(os.listdir(_FDS)) > self._limit:  # noqa: PTH208 - Path.iterdir takes four times as long
                 connections = self._known(self._find(), since)
@@ -138,19 +143,26 @@ class Connections:
         """Return the connections with the state that decides which connections to close.
 
         `since` is the time of the previous check. A new connection counts as idle since then until its first call.
+        Calls before that time are calls of an earlier connection, whose port the new connection has got.
         """
         busy = {endpoint_of(peer) for peer in self._open.values()}
         accepted, others = (
             {endpoint_of(peer): at for peer, at in last.items()} for last in (self._accepted, self._others)
         )
         self._seen = {peer: self._seen.get(peer, since) for peer in peers.values()}
+        new = self._clock.now() - _FIRST_CALL_SECONDS
+
+        def idle_since(peer: Endpoint) -> float:
+            seen = self._seen[peer]
+            return math.inf if peer in busy or seen > new else max(accepted.get(peer) or others.get(peer) or seen, seen)
+
         return [
             _Connection(
                 descriptor,
                 peer,
                 str(peer[0]),
                 peer in accepted,
-                math.inf if peer in busy else accepted.get(peer) or others.get(peer) or self._seen[peer],
+                idle_since(peer),
             )
             for descriptor, peer in peers.items()
         ]

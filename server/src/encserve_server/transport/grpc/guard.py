@@ -5,6 +5,7 @@ import contextlib
 import math
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ class RpcGuard:
         self._max_stream_in_flight = max_stream_in_flight
         self._calls = calls
         self._metrics = metrics
-        self._watches = Watches()
+        self._watches = Watches(calls.clock)
         self._sending = sending
         self._connections = connections
 
@@ -171,26 +172,29 @@ class RpcGuard:
 
     def check(self, answer: Callable[[bytes, Context], Awaitable[Any]]) -> Handler:
         """Return the handler of an RPC with one request, without metrics and traces. Health checks use this handler."""
+        return self._checking(answer, lambda _: contextlib.nullcontext())
+
+    def watch(self, answer: Callable[[bytes, Context], Awaitable[None]]) -> Handler:
+        """Return the handler of a health watch, without metrics and traces. The number of watches is limited."""
+        return self._checking(answer, lambda call: self._watches.hold(call.account))
+
+    def _checking(
+        self,
+        answer: Callable[[bytes, Context], Awaitable[Any]],
+        hold: Callable[[Call], AbstractContextManager[None]],
+    ) -> Handler:
+        """Return the handler of a health RPC. `hold` refuses a call before its request is read."""
 
         async def handle(_: Requests, context: Context) -> Any:
             call = self._begin(_CHECK, context)
             data = b""
-            with call, _cancelled_if_disconnected():
+            with call, _cancelled_if_disconnected(), hold(call):
                 data = await answer(await self._read(_CHECK, call, context), context)
             if call.failure is not None:
                 await _abort(context, call.failure)
             return data
 
         return handle
-
-    def watch(self, answer: Callable[[bytes, Context], Awaitable[None]]) -> Handler:
-        """Return the handler of a health watch, without metrics and traces. The number of watches is limited."""
-
-        async def watch(data: bytes, context: Context) -> None:
-            with self._watches.hold(f"address {_Peer(context).address().rpartition(':')[0]}"):
-                await answer(data, context)
-
-        return self.check(watch)
 
     def _writing(self, method: Method, answer: WritingMethod) -> Handler:
         async def handle(requests: Requests, context: Context) -> None:

@@ -1,5 +1,8 @@
 """Converts an error to the code and the trailers of a gRPC call."""
 
+import json
+from urllib.parse import quote
+
 import grpc
 
 from encserve_server.endpoints.status import status_of
@@ -9,6 +12,10 @@ REASON_TRAILER = "encserve-error-reason"
 # gRPC clients with a retry policy use this trailer. They do not read RetryInfo.
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 DETAILS_TRAILER = "grpc-status-details-bin"
+# The value is JSON, because a transport knows no messages of a protocol, and clients need no package of google.rpc.
+REFUSED_INPUTS_TRAILER = "encserve-refused-inputs"
+# By default, gRPC clients accept trailers of 8 KiB. The rest is for names, gRPC's own trailers and a proxy's.
+_MOST_TRAILER_BYTES = 7 * 1024
 _CODES = {code.name: code for code in grpc.StatusCode}
 
 
@@ -25,7 +32,24 @@ def trailers_of(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
     ]
     if failure.retry_delay_s is not None:
         trailers.append((PUSHBACK_TRAILER, str(round(failure.retry_delay_s * 1000))))
+    if failure.refused:
+        # gRPC sends the text percent-encoded, and binary trailers in base64.
+        used = len(quote(failure.text)) + sum(len(value) * 4 // 3 for _, value in trailers)
+        trailers.append((REFUSED_INPUTS_TRAILER, _refused_inputs(failure, _MOST_TRAILER_BYTES - used)))
     return tuple(trailers)
+
+
+def _refused_inputs(failure: Failure, most_bytes: int) -> str:
+    """Return a JSON array with as many refused inputs as fit."""
+    fitting: list[str] = []
+    size = 2
+    for text, reason in failure.refused:
+        fitting.append(json.dumps({"message": text, "reason": reason}, separators=(",", ":")))
+        size += len(fitting[-1]) + 1
+        if size > most_bytes:
+            del fitting[-1]
+            break
+    return f"[{','.join(fitting)}]"
 
 
 def code_label(code: grpc.StatusCode) -> str:

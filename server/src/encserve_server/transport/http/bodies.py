@@ -69,7 +69,9 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
     """Read a body that arrives in several parts."""
     blocks, block = [], io.BytesIO()
     with Arrival(places, call.account, reserves=False) as arrival:
-        while part := await content.readany():
+        while not content.at_eof():  # so the last part is not followed by a turn
+            await arrival.next_turn()  # aiohttp delivers up to 64 KiB or 256 chunks in one step
+            part = await content.readany()
             arrival.progress(size=len(part))
             if arrival.size > limit:
                 raise _too_large("longer", limit)
@@ -78,9 +80,6 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
             if block.tell() >= _BLOCK_BYTES:
                 blocks.append(block.getvalue())
                 block = io.BytesIO()
-            if content.at_eof():  # a body that is complete does not wait for other bodies
-                break
-            await arrival.next_turn()  # aiohttp delivers up to 256 chunks in one step
     return b"".join([*blocks, block.getvalue()])
 
 

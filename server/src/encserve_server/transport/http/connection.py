@@ -9,6 +9,7 @@ from aiohttp import StreamReader, web
 
 from encserve_server.endpoints.routes import Check
 from encserve_server.errors import MalformedRequest
+from encserve_server.system.background import TURN_BYTES
 
 # The maximum number of bytes of later requests that may wait behind the current request. aiohttp limits only the number
 # of these requests, not their size.
@@ -23,13 +24,16 @@ _FREE_OVERHEAD_BYTES = 1024 * 1024
 # The pause after _PAUSE_BYTES of overhead in chunks without a byte of the body. Parsing 1 MiB of overhead takes 2 ms.
 _PAUSE_SECONDS = 0.1
 _PAUSE_BYTES = 16 * 1024
+# The event loop reads at most this many bytes of a connection at a time, so that many large bodies do not delay it. All
+# connections share the buffer, because the event loop copies the data before it reads the next connection.
+_READ_BUFFER = memoryview(bytearray(TURN_BYTES))
 # The time in which a connection over the limit must send its request.
 _REFUSAL_SECONDS = 1.0
 # A health check's method and path are within this number of bytes from the start of a request.
 _MAX_CHECK_BYTES = 64
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection. It passes all data to aiohttp. It stops reading while too many bytes of later requests wait.
 
     The number of waiting bytes is an estimate: the received bytes minus the bytes of complete requests. If heads have
@@ -92,8 +96,14 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._inner.connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        """Count the data, and pass the data to aiohttp."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer for the next read."""
+        del sizehint
+        return _READ_BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Count the data in the buffer, and pass a copy of the data to aiohttp."""
+        data = bytes(_READ_BUFFER[:nbytes])
         if self._head_timer is None and self.idle_since < math.inf:
             self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.close)
         self._waiting_bytes += len(data)

@@ -166,7 +166,7 @@ class HttpServer:
         await self.app.close(grace_seconds)
         await self._runner.cleanup()
 
-    def _make_connection(self) -> asyncio.Protocol:
+    def _make_connection(self) -> Connection | Refusal:
         if len(self.connections) >= self._max_connections:
             idle = connections_to_close(self.connections, 1)
             if not idle:
@@ -203,7 +203,9 @@ class HttpServer:
         if not connection.host:
             self.connections.discard(connection)
 
-    async def _encrypt(self, accepted: socket.socket, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
+    async def _encrypt(
+        self, accepted: socket.socket, connection: Connection | Refusal, context: ssl.SSLContext
+    ) -> None:
         with contextlib.suppress(OSError):  # the handshake or the connection failed, or took too long
             transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,

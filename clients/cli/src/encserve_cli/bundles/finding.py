@@ -1,0 +1,220 @@
+"""Finds or makes the bundle of a model."""
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from encserve import __version__, hub
+from encserve_cli.bundles import exporting
+from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, RemoteBundle, read_model
+from encserve_cli.bundles.cache import BundleCache, Commits, Make, key_of, publish
+from encserve_cli.bundles.exporting import ExportOptions
+from encserve_cli.bundles.work import Work, shown_work
+
+_FIRST_VERSION = "1"
+_MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model that becomes a bundle.
+
+    Attributes:
+        name: The name of the model.
+        version: The version of the model.
+        facts: The properties that determine the bundle.
+        make: Makes the bundle NAME/VERSION.
+    """
+
+    name: str
+    version: str
+    facts: Mapping[str, object]
+    make: Make
+
+
+def find_bundle(given: str) -> Path:
+    """Return the folder of the bundle of --bundle. Show the preparation on standard error.
+
+    Args:
+        given: See `read_model`.
+
+    Raises:
+        ValueError: The argument is not a model, or the model cannot become a bundle on this machine.
+        RuntimeError: The download or the export failed.
+        OSError: A file cannot be read, or the cache cannot be written.
+    """
+    try:
+        with shown_work() as work:
+            return prepare(read_model(given), ExportOptions(), work)
+    except ValueError as error:
+        raise ValueError(f"--bundle {error}") from error
+    except (RuntimeError, hub.HubError) as error:
+        raise RuntimeError(f"--bundle {error}") from error
+
+
+def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
+    """Return the folder of a model's bundle. If the cache does not have the bundle, make the bundle in the cache.
+
+    Raises:
+        ValueError: The model cannot become a bundle on this machine: PyTorch or memory is missing, or a URI is wrong.
+        HubError: The checkpoint cannot be downloaded.
+        RuntimeError: The export failed.
+        OSError: A file cannot be read, or the cache cannot be written.
+        Stopped: `work` stopped the preparation.
+    """
+    if isinstance(model, BundleFolder):
+        return model.folder
+    cache = BundleCache()
+    commits = Commits(cache.folder)
+    work.stage("looking for the model")
+    source = _source_of(model, options, _FIRST_VERSION, work, commits)
+    key = key_of(source.facts)
+    bundle = cache.find(source.name, key, work) or cache.make(source.name, key, source.make, work)
+    _remember(model, source, commits)
+    return bundle
+
+
+def pull(model: Model, options: ExportOptions, repository: Path, version: str, work: Work) -> Path:
+    """Make the bundle of a model in a model repository, as NAME/VERSION. Return the folder of the bundle.
+
+    A finished bundle in the user's cache is copied.
+
+    Raises:
+        ValueError: See `prepare`. Or the version exists and is another bundle, or the model is a bundle already.
+        HubError, RuntimeError, OSError, Stopped: See `prepare`.
+    """
+    if isinstance(model, BundleFolder):
+        raise ValueError(f"{model.folder}: is a bundle already; `encserve serve {model.folder}` serves the bundle")
+    work.stage("looking for the model")
+    cache, commits = BundleCache(), Commits(repository)
+    source = _source_of(model, options, version, work, commits)
+    key = key_of(source.facts)
+
+    def make(folder: Path, temporary: Path) -> None:
+        kept = cache.find(source.name, key, work)
+        if kept is None:
+            source.make(folder, temporary)
+        else:
+            shutil.copytree(kept, folder / source.name / source.version)
+
+    bundle = publish(repository, source.name, source.version, source.facts, make, work)
+    _remember(model, source, commits)
+    return bundle
+
+
+def _source_of(
+    model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work, commits: Commits
+) -> _Source:
+    if isinstance(model, RemoteBundle):
+        return _remote(model)
+    facts = {"encserve": __version__, "name": model.name, "version": version, "options": asdict(options)}
+    if isinstance(model, Checkpoint):
+        facts["directory"] = _digest(model.directory, work)
+        return _Source(model.name, version, facts, _exports_directory(model, options, version, work))
+    snapshot = _find_on_hub(model, work, commits)
+    facts |= {"repository": model.repository, "commit": snapshot.revision}
+    return _Source(model.name, version, facts, _exports_snapshot(model, snapshot, options, version, work))
+
+
+def _remote(model: RemoteBundle) -> _Source:
+    from encserve_cli.bundles.uris import copy_bundle, list_bundle
+
+    listed = list_bundle(model.uri)
+
+    def make(folder: Path, _: Path) -> None:
+        copy_bundle(model.uri, folder / listed.name / listed.version)
+
+    return _Source(listed.name, listed.version, {"uri": model.uri, "files": listed.facts}, make)
+
+
+def _digest(directory: Path, work: Work) -> str:
+    """Return the SHA-256 of the names and contents of the files that an export reads."""
+    digest = hashlib.sha256()
+    for name in hub.export_files(directory):
+        work.stage(f"reading {name}")
+        with (directory / name).open("rb") as file:
+            digest.update(f"{name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, work: Work) -> Make:
+    def make(folder: Path, temporary: Path) -> None:
+        source = str(model.directory)
+        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_settings(source, model.directory, options)
+        files = {name: (model.directory / name).stat().st_size for name in hub.export_files(model.directory)}
+        needed = exporting.check_memory(source, hub.Plan(files, ()).weights_bytes, model.directory)
+        _announce(source, needed, 0, work)
+        exporting.export(
+            exporter,
+            model.directory,
+            model.name,
+            options,
+            version=version,
+            repository=folder,
+            temporary=temporary,
+            work=work,
+        )
+
+    return make
+
+
+def _find_on_hub(model: HubModel, work: Work, commits: Commits) -> hub.Snapshot:
+    """Return the commit of a model. If the hub does not answer, return the commit of the last finished bundle."""
+    try:
+        return hub.find(model.repository, model.revision)
+    except hub.UnknownRevision:
+        raise
+    except hub.HubError as error:
+        commit = commits.recall(model.repository, model.revision)
+        if commit is None:
+            raise
+        work.note(f"{error}. Continuing with commit {commit}, which was exported before")
+        return hub.Snapshot(Path(), model.repository, commit)
+
+
+def _exports_snapshot(
+    model: HubModel, snapshot: hub.Snapshot, options: ExportOptions, version: str, work: Work
+) -> Make:
+    source = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
+
+    def make(folder: Path, temporary: Path) -> None:
+        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_settings(source, snapshot.directory, options)
+        plan = hub.plan(snapshot)
+        needed = exporting.check_memory(source, plan.weights_bytes, snapshot.directory)
+        _announce(source, needed, plan.missing_bytes, work)
+
+        def tell(done: int, total: int) -> None:
+            fraction = done / total if total else None
+            work.stage(f"downloading {done / _MB:,.0f} of {total / _MB:,.0f} MB", fraction)
+
+        hub.fetch(snapshot, plan, tell)
+        exporting.export(
+            exporter,
+            snapshot,
+            model.name,
+            options,
+            version=version,
+            repository=folder,
+            temporary=temporary,
+            work=work,
+        )
+
+    return make
+
+
+def _announce(source: str, memory_bytes: int, download_bytes: int, work: Work) -> None:
+    """Say what a first start takes."""
+    download = f"download {download_bytes / _MB:,.0f} MB, then " if download_bytes else ""
+    work.note(
+        f"{source} is not a bundle yet: {download}export with up to {memory_bytes / 1e9:.1f} GB of memory. "
+        "Later starts use the finished bundle"
+    )
+
+
+def _remember(model: Model, source: _Source, commits: Commits) -> None:
+    if isinstance(model, HubModel):
+        commits.remember(model.repository, model.revision, str(source.facts["commit"]))

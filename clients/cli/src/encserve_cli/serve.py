@@ -1,0 +1,55 @@
+"""The command `encserve serve`."""
+
+import sys
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from encserve_cli.export_options import makes_bundles, take_options
+from encserve_cli.interrupts import Interrupts
+from encserve_cli.shared import SectionCommand
+from encserve_server.options import read_settings, settings_options
+
+_HTTP_PORT = 8080
+_HTTP_PACKAGES = ("aiohttp", "msgspec", "orjson")
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the defaults that differ from those of `encserve-server`, which runs unattended."""
+    has_http = all(find_spec(name) is not None for name in _HTTP_PACKAGES)
+    return {
+        "http_port": _HTTP_PORT if has_http else None,
+        "log_format": "text",
+        "log_level": "warning" if sys.stderr.isatty() else "info",  # a terminal has a bar instead
+    }
+
+
+@click.command(cls=SectionCommand)
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@partial(makes_bundles, precision_flag="--export-precision")
+@partial(settings_options, defaults=_defaults())
+@click.pass_context
+def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> None:
+    """Serve MODEL over gRPC and HTTP, on this machine only.
+
+    \b
+    MODEL is
+      OWNER/NAME, OWNER/NAME@REVISION   a model on the hub
+      DIRECTORY                         a checkpoint
+      DIR/NAME, DIR/NAME/VERSION        a bundle
+    NAME=MODEL names the model. The first MODEL is the default model.
+
+    The first start downloads a model from the hub, and exports a checkpoint. Later starts use the finished bundle, and
+    need no network and no PyTorch. Every option of `encserve-server` works too.
+    """  # noqa: D301 - click reads a real \b
+    from encserve_cli.serve_run import run_server
+
+    options = take_options(values)
+    if bool(models) == bool(values["model_repository"]):
+        raise click.UsageError("give MODEL, such as sentence-transformers/all-MiniLM-L6-v2, or --model-repository")
+    if models and values["model"]:
+        raise click.UsageError("--model goes with --model-repository; give its models as MODEL instead")
+    Interrupts.current().leave()  # the server has its own handlers
+    run_server(models, options, partial(read_settings, context), values)

@@ -1,0 +1,161 @@
+"""Typical mistakes of users of `encserve serve`, each with the line that the user then sees.
+
+A line names the argument that the user gave, and says what to do.
+"""
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from checkpoints import DATA
+from fake_hub import Hub, hub_variables, open_hub
+from fake_server import write_tokenizer
+from serve_command import Serve, encserve_serve, without_packages
+
+pytestmark = pytest.mark.system
+
+FILE_BYTES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """An argument MODEL and the error of the command.
+
+    Attributes:
+        argument: The argument. `{folder}` is the folder of the checkpoints.
+        error: The end of the line after "Error: " or "cannot start: ". `{folder}` is replaced too.
+        before: Changes the hub, such as its token.
+        missing: Python packages that are not installed.
+        flags: More flags. `{port}` is a port in use.
+        has_full_disk: Whether files cannot be larger than 20 kB.
+        variables: More environment variables.
+    """
+
+    argument: str
+    error: str
+    before: Callable[[Hub], None] = lambda _: None
+    missing: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    has_full_disk: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def make_gated(hub: Hub) -> None:
+    hub.is_gated = True
+
+
+def make_private(hub: Hub) -> None:
+    hub.token = "right"
+
+
+MISTAKES = {
+    "no such model": Mistake(
+        "owner/other",
+        "no directory owner/other, and no such model on the hub that you can read; a private model needs hf auth "
+        "login, or HF_TOKEN",
+    ),
+    "no such folder": Mistake(
+        "./small", "./small: there is no such folder; a model of the hub is named OWNER/NAME or OWNER/NAME@REVISION"
+    ),
+    "a decoder without pooling": Mistake(
+        "{folder}/decoder",
+        "{folder}/decoder: is a decoder, and its files do not name the pooling. Give --pooling with the pooling that "
+        "the model was trained with; for most decoders this is last_token",
+    ),
+    "a cross-encoder": Mistake("{folder}/cross-encoder", "give --ignore-head"),
+    "no space": Mistake("{folder}/small", "Free some space, or choose a folder on another disk", has_full_disk=True),
+    "a port in use": Mistake(
+        "{folder}/small",
+        "--metrics-port {port} on 127.0.0.1: Address already in use; stop the other program, or give another port",
+        flags=("--metrics-port", "{port}"),
+    ),
+    "no engine": Mistake(
+        "{folder}/small", 'encserve serve needs onnxruntime: pip install "encserve[cpu]"', missing=("onnxruntime",)
+    ),
+    "no PyTorch": Mistake(
+        "owner/small",
+        "owner/small: is a checkpoint, not yet a bundle, and its export needs PyTorch (1.4 GB of disk space with "
+        'PyTorch\'s CPU build): pip install "encserve[export]". Or run `encserve pull owner/small --to models` on '
+        "another machine, and use models/small here",
+        missing=("torch",),
+    ),
+    "a gated model": Mistake(
+        "owner/small",
+        "owner/small is gated: request access on its page, then log in (hf auth login), or set HF_TOKEN",
+        before=make_gated,
+    ),
+    "a wrong token": Mistake(
+        "owner/small",
+        "owner/small: the hub refuses your token. Set HF_TOKEN to a valid token, or log in again (hf auth login)",
+        before=make_private,
+        variables={"HF_TOKEN": "wrong"},
+    ),
+    "a private model": Mistake(
+        "owner/small",
+        "no directory owner/small, and no such model on the hub that you can read; a private model needs hf auth "
+        "login, or HF_TOKEN",
+        before=make_private,
+    ),
+}
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small encoder, a cross-encoder and a decoder."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, architecture in (
+        ("small", "BertModel"),
+        ("cross-encoder", "BertForSequenceClassification"),
+        ("decoder", "GPT2ForCausalLM"),
+    ):
+        shutil.copytree(DATA / "hf-bert", folder / name)
+        write_tokenizer(folder / name / "tokenizer.json")
+        config = folder / name / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [architecture]}))
+    return folder
+
+
+@pytest.fixture
+def used_port() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_in_one_line_that_says_what_to_do(
+    name: str, checkpoints: Path, used_port: int, tmp_path: Path
+) -> None:
+    mistake = MISTAKES[name]
+    values = {"folder": str(checkpoints), "port": str(used_port)}
+    with open_hub("owner/small") as hub:
+        hub.commit(checkpoints / "small", "main")
+        mistake.before(hub)
+        variables = {
+            **hub_variables(hub.endpoint, tmp_path / "hf"),
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            **without_packages(tmp_path / "packages", *mistake.missing),
+            **mistake.variables,
+        }
+        limit = limit_files if mistake.has_full_disk else None
+        command = [it.format_map(values) for it in (mistake.argument, *mistake.flags)]
+        with encserve_serve(*command, variables=variables, cwd=tmp_path, limit=limit) as it:
+            assert error_of(it).endswith(mistake.error.format_map(values))
+    bundles = tmp_path / "cache" / "encserve" / "bundles"
+    assert not bundles.exists() or list(bundles.iterdir()) == []
+
+
+def error_of(serve: Serve) -> str:
+    """Return the error. Nothing else says that something is wrong."""
+    error = serve.error()
+    assert serve.out == []
+    return error

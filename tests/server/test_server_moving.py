@@ -1,0 +1,127 @@
+"""Tests of copies and renames of bundles: the manifest, the checks, and what stays after an error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_bundle import write_bundle
+
+from encserve_server.errors import BundleError
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.moving import copy_bundle, rename_bundle
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_unchanged(folder: Path, problem: str, move: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Check that a move fails with an error, and that all files and folders stay as they are."""
+    before = tree(folder), sorted(folder.rglob("*"))
+    with pytest.raises(BundleError, match=problem):
+        move(*arguments, **options)
+    assert (tree(folder), sorted(folder.rglob("*"))) == before
+
+
+def test_a_copy_has_the_same_files_and_another_name_in_the_manifest(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path / "staging", "tiny", "1")
+    before = tree(source)
+    copied = copy_bundle(source, tmp_path / "new" / "models", name="small", version="2.0")
+    assert copied == tmp_path / "new" / "models" / "small" / "2.0"
+    assert tree(source) == before
+    old, new = before.pop("manifest.json"), tree(copied)
+    assert json.loads(new.pop("manifest.json")) == json.loads(old) | {"name": "small", "version": "2.0"}
+    assert new == before
+    assert read_bundle(copied).fingerprint == read_bundle(source).fingerprint
+    assert {path.name for path in copied.parent.iterdir()} == {"2.0"}
+    assert [copied.stat().st_mode & 0o777, (copied / "model.onnx").stat().st_mode & 0o777] == [0o755, 0o644]
+
+
+def test_a_folder_of_versions_stands_for_the_newest(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "staging", "tiny", "9")
+    write_bundle(tmp_path / "staging", "tiny", "10")
+    assert copy_bundle(tmp_path / "staging" / "tiny", tmp_path / "models") == tmp_path / "models" / "tiny" / "10"
+
+
+def test_the_manifest_gives_the_name_of_a_folder_that_was_renamed(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path, "tiny", "1").rename(tmp_path / "download")
+    assert copy_bundle(source, tmp_path / "models") == tmp_path / "models" / "tiny" / "1"
+
+
+@pytest.mark.parametrize("others", [(), ("2",)])
+def test_a_rename_removes_the_old_folder_and_its_batch_budget(tmp_path: Path, others: tuple[str, ...]) -> None:
+    source = write_bundle(tmp_path, "tiny", "1")
+    for version in others:
+        write_bundle(tmp_path, "tiny", version)
+    (source.parent / ".1.tuned.json").touch()
+    renamed = rename_bundle(source, name="small", version="3")
+    assert read_bundle(renamed).name == "small"
+    assert sorted(tmp_path.glob("*/*")) == [renamed, *(tmp_path / "tiny" / version for version in others)]
+    assert (tmp_path / "tiny").exists() == bool(others)
+
+
+def test_a_version_is_renamed_beside_the_others(tmp_path: Path) -> None:
+    write_bundle(tmp_path, "tiny", "1")
+    source = write_bundle(tmp_path, "tiny", "3")
+    assert rename_bundle(source, version="2") == tmp_path / "tiny" / "2"
+    assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "tiny/1: exists; choose another name or version, or remove this folder first"),
+        ({"version": "2"}, "tiny/2: exists"),
+        ({"name": "../x"}, "name must be 1 to 64 letters, .*; was '../x'"),
+        ({"version": ".1"}, "version must be 1 to 64 letters, .*; was '.1'"),
+        ({"version": "v" * 65}, "version must be 1 to 64 letters"),
+    ],
+)
+def test_a_target_that_exists_or_has_a_bad_name_is_refused(
+    tmp_path: Path, options: dict[str, str], problem: str
+) -> None:
+    source = write_bundle(tmp_path, "tiny", "1")
+    write_bundle(tmp_path, "tiny", "2")
+    assert_unchanged(tmp_path, problem, rename_bundle, source, **options)
+    assert_unchanged(tmp_path, problem, copy_bundle, source, tmp_path, **options)
+
+
+def test_a_bundle_is_not_a_repository(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path / "staging", "tiny", "1")
+    other = write_bundle(tmp_path / "models", "other", "1")
+    assert_unchanged(tmp_path, "other/1: is a bundle, not a model repository", copy_bundle, source, other)
+    problem = "other/1: is a bundle, not a model repository"
+    assert_unchanged(tmp_path, problem, copy_bundle, source, other.parent, name="1")
+
+
+def test_an_altered_bundle_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path / "staging", "tiny", "1")
+    (source / "model.onnx").write_bytes(b"x" * (source / "model.onnx").stat().st_size)
+    assert_unchanged(tmp_path, "model.onnx: its sha256 is", copy_bundle, source, tmp_path / "models")
+    (source / "model.onnx").unlink()
+    assert_unchanged(tmp_path, "model.onnx: cannot be read", copy_bundle, source, tmp_path / "models")
+    (source / "manifest.json").write_text("{}")
+    assert_unchanged(tmp_path, "format_version must be 1", copy_bundle, source, tmp_path / "models")
+    assert_unchanged(tmp_path, "no bundle in it", copy_bundle, tmp_path / "nowhere", tmp_path / "models")
+
+
+def test_a_file_that_changes_during_the_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is verified too, before it gets its name. The repository has no half of a bundle."""
+    source = write_bundle(tmp_path, "tiny", "1")
+
+    def copy_half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:-1])
+
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    problem = "model.onnx: .* bytes; its manifest says"
+    assert_unchanged(tmp_path, problem, rename_bundle, source, name="small")
+
+
+def test_an_error_of_the_file_system_names_the_file(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path, "tiny", "1")
+    (tmp_path / "models").touch()
+    assert_unchanged(tmp_path, "models/tiny: Not a directory", copy_bundle, source, tmp_path / "models")

@@ -1,0 +1,62 @@
+"""Reads the files of deploy/, renders the Helm chart, and finds the server's settings in containers."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from render_manifests import render
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+def load(path: str) -> Any:
+    """Parse a YAML file. `path` is relative to deploy/."""
+    return yaml.safe_load((DEPLOY / path).read_text())
+
+
+def rendered(*files: str, **values: Any) -> dict[str, Any]:
+    """Render the Helm chart; return the resources by kind.
+
+    Args:
+        files: Files with values, relative to deploy/helm/.
+        values: Further values.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged |= load(f"helm/{file}")
+    resources = list(yaml.safe_load_all(render(merged | values)))
+    return {resource["kind"]: resource for resource in resources if resource is not None}
+
+
+def container_of(resource: Any) -> Any:
+    """Return the only container of a pod or of a pod's template."""
+    (container,) = resource["spec"].get("template", resource)["spec"]["containers"]
+    return container
+
+
+def settings_of(container: Any) -> dict[str, str]:
+    """Return the server settings in the arguments of a container. The keys are field names of Settings."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in (argument.split("=", 1) for argument in container["args"])
+    }
+
+
+def environment_of(service: Any) -> dict[str, str]:
+    """Return the server settings in the environment of a Compose service. The keys are field names of Settings."""
+    return {
+        name.removeprefix("ENCSERVE_").lower(): value
+        for name, value in service.get("environment", {}).items()
+        if name.startswith("ENCSERVE_")
+    }
+
+
+def mounts(service: Any) -> Iterator[tuple[str, str, bool]]:
+    """Yield the source, the target and the read-only flag of each volume of a Compose service."""
+    for volume in service.get("volumes", []):
+        source, target, *mode = re.sub(r"(\$\{\w+):-", r"\1=", volume).split(":")
+        yield source, target, "ro" in mode
