@@ -8,7 +8,9 @@ from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.types.arrays import IndexedRows
 
 
-async def score(call: Call, model: ServedModel, request: ScoreCall, build: Callable[[Scored], bytes]) -> bytes:
+async def score(
+    call: Call, model: ServedModel, request: ScoreCall, build: Callable[[Scored], bytes], more_bytes: int = 0
+) -> bytes:
     """Answer a score call.
 
     Args:
@@ -17,6 +19,7 @@ async def score(call: Call, model: ServedModel, request: ScoreCall, build: Calla
         request: The request.
         build: Builds the bytes of the reply. If the outputs of the model are large, the scores and the reply are
             computed in a thread.
+        more_bytes: The maximum number of bytes in the reply, if the reply is larger than an array of the scores.
 
     Raises:
         InvalidField: The model cannot compute the scores of this call.
@@ -25,6 +28,8 @@ async def score(call: Call, model: ServedModel, request: ScoreCall, build: Calla
     """
     model.check_counts(request.count)
     plan = plan_score(model.bundle, request, model.limits.max_request_bytes)
+    if more_bytes:
+        call.hold(more_bytes)
     # The outputs stay on the server, so only their own bytes are held.
     replies = [None if it is None else await call.compute(model, it, growth=0.0) for it in (plan.queries, plan.inputs)]
     queries, inputs = replies
@@ -43,7 +48,8 @@ async def score(call: Call, model: ServedModel, request: ScoreCall, build: Calla
         scored.queue_seconds, scored.compute_seconds = queue_seconds, compute_seconds
         return build(scored)
 
-    return await call.build(model, build_reply, sum(it.estimated_bytes for it in made) + _vector_bytes(request))
+    output_bytes = sum(it.estimated_bytes for it in made) + _vector_bytes(request)
+    return await call.build(model, build_reply, output_bytes, more_bytes=more_bytes)
 
 
 def _outputs(reply: EncodeReply | None) -> list[object]:

@@ -1,6 +1,7 @@
-"""Cohere's protocol: /v2/embed, and /v1/embed for older clients.
+"""Cohere's protocol: /v2/embed and /v2/rerank, and /v1/embed for older clients. /v1/rerank is among Jina's routes.
 
 https://docs.cohere.com/reference/embed
+https://docs.cohere.com/reference/rerank
 """
 
 import uuid
@@ -16,8 +17,10 @@ from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
 from encserve_server.errors import InvalidField, RequestField
 from encserve_server.failures import Failure
-from encserve_server.models.served import EncodeReply
-from encserve_server.protocols.http_json.decoding import ANYTHING, STRINGS, BodyDecoder
+from encserve_server.models.scoring import Scored
+from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.protocols.http_json import scores
+from encserve_server.protocols.http_json.decoding import ANYTHING, DOCUMENTS, STRINGS, BodyDecoder
 from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json
 from encserve_server.protocols.http_json.requests import (
@@ -114,6 +117,34 @@ class CohereReply(TypedDict):
     response_type: str
 
 
+class RankedDocument(TypedDict, total=False):
+    """A document with its score.
+
+    Attributes:
+        index: The index of the document in the request.
+        relevance_score: The score of the document. For cross-encoders, the score is from 0 to 1.
+        document: The document, if the request asks for documents.
+    """
+
+    index: int
+    relevance_score: float
+    document: dict[str, Any]
+
+
+class Ranked(TypedDict):
+    """The best documents of a request.
+
+    Attributes:
+        id: A new id.
+        results: The documents with the largest scores, the largest first.
+        meta: The version of the API, and the number of tokens that the model saw.
+    """
+
+    id: str
+    results: list[RankedDocument]
+    meta: dict[str, Any]
+
+
 class CohereError(TypedDict):
     """An error in Cohere's form.
 
@@ -140,12 +171,22 @@ class CohereRoutes:
             inputs=replace(ANYTHING, convert=_text_of),
             images=ANYTHING,
         )
+        self._rerank = BodyDecoder(scores.RerankBody, settings, documents=DOCUMENTS)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
             Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
             Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
+            Route(
+                "POST",
+                "/v2/rerank",
+                self.rerank,
+                DIALECT,
+                body=scores.RerankBody,
+                reply=Ranked,
+                example={"query": "a pet", "documents": ["a cat", "a car"], "top_n": 1},
+            ),
         ]
 
     async def embed(self, request: Request, call: Call) -> Reply:
@@ -160,6 +201,27 @@ class CohereRoutes:
         """
         fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
+
+    async def rerank(self, request: Request, call: Call) -> Reply:
+        """Return the documents with the largest scores for a query, as version 2 of Cohere's API does."""
+        fields = await self._rerank.decode(request.body, call.hold)
+        call.naming = OF_DOCUMENTS
+        positive("top_n", fields.top_n)
+
+        def answer(_: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
+            yield b'{"id":"%s","results":' % str(uuid.uuid4()).encode()
+            yield from results
+            yield b"," + orjson.dumps({"meta": meta_of("2", scored.token_count)})[1:]
+
+        return await scores.rank(
+            call,
+            fields,
+            answer,
+            self._settings,
+            activation=scores.logits_or_share,
+            with_documents=fields.return_documents is True,
+            body_bytes=len(request.body),
+        )
 
     async def _embed(self, request: Request, fields: CohereBody, call: Call, *, version: str, by_type: bool) -> Reply:
         texts = _texts_of(fields)
@@ -183,8 +245,7 @@ class CohereRoutes:
             yield b',"texts":['
             for i, text in enumerate(texts):
                 yield b"," + orjson.dumps(text) if i else orjson.dumps(text)
-            tokens = {"input_tokens": sum(len(it.input) for it in reply.sequences)}
-            meta = {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
+            meta = meta_of(version, sum(len(it.input) for it in reply.sequences))
             response_type = "embeddings_by_type" if by_type else "embeddings_floats"
             yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
 
@@ -202,6 +263,12 @@ class CohereRoutes:
             data_types=data_types,
             cut=(_truncates(fields.truncate, self._settings), positive("max_tokens", fields.max_tokens)),
         )
+
+
+def meta_of(version: str, input_tokens: int) -> dict[str, Any]:
+    """Return the field `meta` of a reply."""
+    tokens = {"input_tokens": input_tokens}
+    return {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
 
 
 def _texts_of(fields: CohereBody) -> Sequence[str]:
@@ -292,4 +359,5 @@ _FIELDS = {
     RequestField.TASK: "input_type",
 }
 _OF_INPUTS = http_naming("inputs", _FIELDS)
+OF_DOCUMENTS = http_naming("documents")
 DIALECT = Dialect(http_naming("texts", _FIELDS), _refuse, CohereError)

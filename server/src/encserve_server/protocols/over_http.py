@@ -3,6 +3,7 @@
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Route
 from encserve_server.protocols.cohere import CohereRoutes
+from encserve_server.protocols.jina import JinaRoutes
 from encserve_server.protocols.open_inference.routes import OpenInferenceRoutes
 from encserve_server.protocols.openai import DIALECT, OpenAiRoutes
 from encserve_server.protocols.openapi import DocsRoutes
@@ -20,6 +21,7 @@ def routes(host: Host) -> list[Route]:
             *OpenAiRoutes(host).routes(),
             *TeiRoutes(host).routes(),
             *VllmRoutes(host).routes(),
+            *JinaRoutes(host).routes(),
             *CohereRoutes(host).routes(),
             *(OpenInferenceRoutes(host).routes() if host.settings.open_inference else ()),
         ],

@@ -18,10 +18,12 @@ from encserve_server.endpoints.routes import Check, Dialect, Reply, Request, Rou
 from encserve_server.errors import InvalidField, Naming, NotReady, RequestField
 from encserve_server.failures import Failure
 from encserve_server.models.offsets import utf8_offsets
+from encserve_server.models.pairs import SentPair, SentQuery
+from encserve_server.models.scoring import Scored
 from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.outputs import OutputSpec
-from encserve_server.protocols.http_json import kinds
-from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, BodyDecoder
+from encserve_server.protocols.http_json import kinds, scores
+from encserve_server.protocols.http_json.decoding import STRINGS, TEXTS, TEXTS_OR_IDS, TEXTS_OR_PAIRS, BodyDecoder
 from encserve_server.protocols.http_json.naming import http_naming, text_of
 from encserve_server.protocols.http_json.replies import (
     JSON_GROWTH,
@@ -151,6 +153,29 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
 
 
+class PredictBody(scores.ScoreBody):
+    """The fields of /predict.
+
+    Attributes:
+        inputs: A text, a pair of texts, or a list of lists with 1 or 2 texts each; required.
+        raw_scores: With true, the scores are the logits of the model. Otherwise the scores are from 0 to 1: sigmoid for
+            one label, softmax for several labels.
+        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
+            only the end of a text.
+    """
+
+    inputs: str | list[str | list[str]] | None = None
+    raw_scores: bool | None = None
+    truncation_direction: str | None = None
+
+
+class Prediction(TypedDict):
+    """The score of one label."""
+
+    score: float
+    label: str
+
+
 class SparseWeight(TypedDict):
     """One weight of an input.
 
@@ -207,6 +232,7 @@ class TeiRoutes:
         self._embed_all = BodyDecoder(EmbedAllBody, settings, inputs=TEXTS_OR_IDS)
         self._embed_sparse = BodyDecoder(EmbedSparseBody, settings, inputs=TEXTS_OR_IDS)
         self._similarity = BodyDecoder(SimilarityBody, settings, sentences=STRINGS)
+        self._predict = BodyDecoder(PredictBody, settings, inputs=TEXTS_OR_PAIRS)
         self._tokenize = BodyDecoder(TokenizeBody, settings, inputs=TEXTS)
 
     def routes(self) -> list[Route]:
@@ -240,6 +266,15 @@ class TeiRoutes:
                 body=SimilarityBody,
                 reply=list[float],
                 example={"inputs": {"source_sentence": "a cat", "sentences": ["a kitten", "a car"]}},
+            ),
+            Route(
+                "POST",
+                "/predict",
+                self.predict,
+                DIALECT,
+                body=PredictBody,
+                reply=list[Prediction | list[Prediction]],
+                example={"inputs": [["a good film"], ["a bad film"]]},
             ),
             Route(
                 "POST",
@@ -351,6 +386,34 @@ class TeiRoutes:
             from_left=is_left("truncation_direction", fields.truncation_direction),
         )
 
+    async def predict(self, request: Request, call: Call) -> Reply:
+        """Return the scores of all labels for each text or pair of texts, the largest score first."""
+        fields = await self._predict.decode(request.body, call.hold)
+        texts, pairs, is_one = _predicted(fields.inputs)
+        call.naming = _OF_PAIRS if pairs else _NAMING
+
+        def answer(_: ServedModel, scored: Scored) -> Iterator[bytes]:
+            labels = [orjson.dumps(label) for label in scored.labels]
+            yield b"" if is_one else b"["
+            for i, row in enumerate(scored.scores):
+                found = zip(scores.numbers(row), labels, strict=True)
+                made = [b'{"score":%s,"label":%s}' % it for it in found]
+                yield b"," if i else b""
+                yield b"[" + b",".join([made[at] for at in np.argsort(-row, kind="stable").tolist()]) + b"]"
+            yield b"" if is_one else b"]"
+
+        return await scores.score(
+            call,
+            fields,
+            pairs,
+            answer,
+            self._settings,
+            check=scores.check_labels,
+            activation=lambda bundle: scores.logits_or_share(bundle, raw=fields.raw_scores is True),
+            texts=texts,
+            from_left=is_left("truncation_direction", fields.truncation_direction),
+        )
+
     async def tokenize(self, request: Request, call: Call) -> Reply:
         """Return the tokens of each text, without computing vectors."""
         fields = await self._tokenize.decode(request.body, call.hold)
@@ -383,7 +446,7 @@ class TeiRoutes:
                     "model_sha": bundle.fingerprint,
                     "model_dtype": model.engine_info.precision,
                     "served_model_name": bundle.name,
-                    "model_type": {"embedding": {"pooling": _pooling_of(bundle)}},
+                    "model_type": _model_type(bundle),
                     "max_concurrent_requests": self._settings.max_connections,  # one request at a time per connection
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
@@ -438,6 +501,7 @@ def _sentence(at: int | None) -> str:
 
 
 _NAMING = http_naming(_INPUTS)
+_OF_PAIRS = http_naming(_INPUTS, {RequestField.QUERY: _INPUTS + "{at:[#]}"})
 _OF_SENTENCES = Naming({**_NAMING.fields, RequestField.INPUT: _sentence, RequestField.TEXT: _sentence})
 DIALECT = Dialect(_NAMING, _refuse, TeiError, _status_of)
 
@@ -461,6 +525,43 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
             "start": None if special else offsets[start],
             "stop": None if special else offsets[end],
         }
+
+
+def _predicted(inputs: str | list[Any] | None) -> tuple[list[str], list[SentPair], bool]:
+    """Return the texts or the pairs of /predict, and whether the request has one input without a list around it.
+
+    Raises:
+        InvalidField: An input is neither a text nor a pair, or the request has both texts and pairs.
+        EmptyInputs: The list is empty.
+    """
+    items = SentInputs(_INPUTS, inputs).items
+    is_one = isinstance(items[0], str)
+    if is_one and any(not isinstance(it, str) for it in items):
+        raise InvalidField(_INPUTS, "must have only lists of 1 or 2 strings, if one input is such a list")
+    members: list[Any] = [items] if is_one else items
+    for i, member in enumerate(members):
+        name = _INPUTS if is_one else f"{_INPUTS}[{i}]"
+        if isinstance(member, str):
+            raise InvalidField(name, "must be a list of 1 or 2 strings, as the first input; was a string")
+        if len(member) not in (1, 2):
+            raise InvalidField(name, f"must be a list of 1 or 2 strings; was {len(member)} strings")
+        if len(member) != len(members[0]):
+            raise InvalidField(name, "must be a pair as the first input, or no input a pair: send two requests")
+    if len(members[0]) == 1:
+        return [text for (text,) in members], [], is_one
+    return [], [SentPair(SentQuery(first), second) for first, second in members], is_one
+
+
+def _model_type(bundle: Bundle) -> dict[str, Any]:
+    """Return text-embeddings-inference's description of a model: its labels or its pooling."""
+    if bundle.scores is None:
+        return {"embedding": {"pooling": _pooling_of(bundle)}}
+    labels = dict(enumerate(bundle.scores.labels))
+    names = {
+        "id2label": {f"{i}": label for i, label in labels.items()},
+        "label2id": {label: i for i, label in labels.items()},
+    }
+    return {"reranker" if len(labels) == 1 else "classifier": names}
 
 
 def _pooling_of(bundle: Bundle) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's route `/pooling`: token vectors, for MaxSim or late chunking, and pooled vectors in the same form.
+"""vLLM's routes /pooling, /score and /classify. Its route /rerank is among Jina's routes.
 
 https://docs.vllm.ai/en/stable/models/pooling_models/
 """
@@ -14,11 +14,14 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
-from encserve_server.errors import InvalidField, RequestField
-from encserve_server.models.served import EncodeReply
+from encserve_server.errors import InvalidField, Naming, RequestField
+from encserve_server.models.pairs import SentPair, SentQuery
+from encserve_server.models.scoring import Scored
+from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.outputs import OutputSpec
 from encserve_server.protocols import openai
-from encserve_server.protocols.http_json.decoding import TEXTS_OR_IDS, BodyDecoder
+from encserve_server.protocols.http_json import scores
+from encserve_server.protocols.http_json.decoding import TEXTS, TEXTS_OR_IDS, BodyDecoder
 from encserve_server.protocols.http_json.formats import FormatBody, as_base64, wants_normalized
 from encserve_server.protocols.http_json.naming import http_naming
 from encserve_server.protocols.http_json.replies import joined, row_as_json, rows_as_json, usage_of
@@ -59,6 +62,96 @@ class PoolingBody(FormatBody):
     user: str | None = None
 
 
+class ScoreBody(scores.ActivationBody):
+    """The fields of /score.
+
+    Attributes:
+        text_1: The first text of each pair: a text or a list of texts.
+        text_2: The second text of each pair: a text or a list of texts. If text_1 is one text, text_1 is in each pair.
+            Otherwise both lists have the same length.
+        queries: Another name of text_1.
+        documents: Another name of text_2.
+        max_tokens_per_doc: The maximum number of tokens of a second text. The end of a longer text is cut. 0 for as
+            many as the model takes.
+    """
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    max_tokens_per_doc: int | None = None
+
+
+class ClassifyBody(scores.ActivationBody):
+    """The fields of /classify.
+
+    Attributes:
+        input: A text or a list of texts; required.
+    """
+
+    input: str | list[str] | None = None
+
+
+class Score(TypedDict):
+    """The score of one pair.
+
+    Attributes:
+        index: The index of the pair, from 0.
+    """
+
+    index: int
+    object: str
+    score: float
+
+
+class Scores(TypedDict):
+    """The scores of all pairs.
+
+    Attributes:
+        data: The score of each pair, in the order of the pairs.
+        model: The model's name in the request. If the request names no model, the model's own name.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: openai.Usage
+
+
+class Classified(TypedDict):
+    """The scores of one text.
+
+    Attributes:
+        index: The index of the text, from 0.
+        label: The label with the largest score.
+        probs: The score of each label, in the order of the model's labels.
+        num_classes: The number of labels.
+    """
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(TypedDict):
+    """The scores of all texts.
+
+    Attributes:
+        data: The scores of each text, in the order of the texts.
+        model: The model's name in the request. If the request names no model, the model's own name.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Classified]
+    usage: openai.Usage
+
+
 class PooledInput(TypedDict):
     """The vectors of one input.
 
@@ -92,18 +185,24 @@ class Pooled(TypedDict):
 
 
 class VllmRoutes:
-    """The handler of /pooling."""
+    """The handlers of the routes."""
 
     def __init__(self, host: Host) -> None:
         """Keep the settings."""
         self._settings = settings = host.settings
         self._pooling = BodyDecoder(PoolingBody, settings, input=TEXTS_OR_IDS)
+        self._score = BodyDecoder(ScoreBody, settings, text_1=TEXTS, text_2=TEXTS, queries=TEXTS, documents=TEXTS)
+        self._classify = BodyDecoder(ClassifyBody, settings, input=TEXTS)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        example = {"input": ["a cat", "a dog"], "task": "token_embed"}
+        pooled = {"input": ["a cat", "a dog"], "task": "token_embed"}
+        compared = {"text_1": "a cat", "text_2": ["a kitten", "a car"]}
+        texts = {"input": ["a good film", "a bad film"]}
         return [
-            Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody, reply=Pooled, example=example),
+            Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody, reply=Pooled, example=pooled),
+            Route("POST", "/score", self.score, DIALECT, body=ScoreBody, reply=Scores, example=compared),
+            Route("POST", "/classify", self.classify, DIALECT, body=ClassifyBody, reply=Classifications, example=texts),
         ]
 
     async def pooling(self, request: Request, call: Call) -> Reply:
@@ -124,6 +223,81 @@ class VllmRoutes:
             check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
             from_left=is_left("truncation_side", fields.truncation_side),
         )
+
+    async def score(self, request: Request, call: Call) -> Reply:
+        """Return the score of each pair of texts, in the order of the pairs."""
+        fields = await self._score.decode(request.body, call.hold)
+        pairs, call.naming = _pairs_of(fields)
+
+        def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
+            yield _head("score", fields.model or model.bundle.name)
+            for i, number in enumerate(scores.numbers(scored.scores[:, 0])):
+                yield b'%s{"index":%d,"object":"score","score":%s}' % (b"," if i else b"", i, number)
+            yield b"]," + orjson.dumps({"usage": scores.usage_of(scored)})[1:]
+
+        return await scores.score(
+            call,
+            fields,
+            pairs,
+            answer,
+            self._settings,
+            check=scores.check_ranks,
+            activation=lambda bundle: scores.logits_or_own(bundle, raw=fields.use_activation is False),
+            max_document_tokens=fields.max_tokens_per_doc,
+        )
+
+    async def classify(self, request: Request, call: Call) -> Reply:
+        """Return the score of each label for each text."""
+        fields = await self._classify.decode(request.body, call.hold)
+        texts = SentInputs("input", fields.input).items
+
+        def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
+            yield _head("classify", fields.model or model.bundle.name)
+            count = len(scored.labels)
+            for i, row in enumerate(scored.scores):
+                label = orjson.dumps(scored.labels[int(row.argmax())])
+                yield b'%s{"index":%d,"label":%s,"probs":' % (b"," if i else b"", i, label)
+                yield row_as_json(row, as_base64=False) + b',"num_classes":%d}' % count
+            yield b"]," + orjson.dumps({"usage": scores.usage_of(scored)})[1:]
+
+        return await scores.score(
+            call,
+            fields,
+            [],
+            answer,
+            self._settings,
+            check=scores.check_labels,
+            activation=lambda bundle: scores.logits_or_own(bundle, raw=fields.use_activation is False),
+            texts=texts,
+        )
+
+
+def _pairs_of(fields: ScoreBody) -> tuple[list[SentPair], Naming]:
+    """Return the pairs of a request to /score, and the names of its fields in error messages.
+
+    Raises:
+        InvalidField: A list is missing, or the lists have different lengths.
+        EmptyInputs: A list is empty.
+    """
+    names = ("text_1", "text_2") if fields.queries is None and fields.documents is None else ("queries", "documents")
+    others = [name for name in ("text_1", "text_2") if name not in names and getattr(fields, name) is not None]
+    if others:
+        raise InvalidField(others[0], "must be left out if queries or documents are set")
+    first, second = (SentInputs(name, getattr(fields, name)).items for name in names)
+    if len(first) not in (1, len(second)):
+        problem = f"must hold as many texts as {names[0]}, which has {len(first)}; was {len(second)}"
+        raise InvalidField(names[1], problem)
+    queries: dict[str, SentQuery] = {}  # equal texts are tokenized once
+    firsts = first if len(first) == len(second) else first * len(second)
+    pairs = [SentPair(queries.setdefault(it, SentQuery(it)), other) for it, other in zip(firsts, second, strict=True)]
+    is_list = len(first) > 1
+    return pairs, http_naming(names[1], {RequestField.QUERY: names[0] + ("{at:[#]}" if is_list else "")})
+
+
+def _head(kind: str, model: str) -> bytes:
+    """Return the beginning of a reply, until its list `data`."""
+    head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model}
+    return orjson.dumps(head)[:-1] + b',"data":['
 
 
 DIALECT = Dialect(http_naming("input", {RequestField.TASK: "input_type"}), openai.DIALECT.refuse, openai.OpenAiError)
@@ -148,8 +322,7 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
 
 
 def _answer(name: str, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes]:
-    head = {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
-    yield orjson.dumps(head)[:-1] + b',"data":['
+    yield _head("pool", name)
     is_one_row = reply.plan.row_bytes is not None
     for i, sequence in enumerate(reply.sequences):
         made = sequence.outputs[0]

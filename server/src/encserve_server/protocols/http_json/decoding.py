@@ -102,6 +102,19 @@ TEXTS_OR_IDS = InputKind(
 )
 TEXTS = InputKind(msgspec.json.Decoder(str), "a string or a list of strings", "a string", one_text=True)
 STRINGS = InputKind(msgspec.json.Decoder(str), "a list of strings", "a string")
+TEXTS_OR_PAIRS = InputKind(
+    msgspec.json.Decoder(str | list[str]),
+    "a string, a pair of strings, or a list of lists of 1 or 2 strings",
+    "a string, or a list of 1 or 2 strings",
+    one_text=True,
+)
+DOCUMENTS = InputKind(
+    msgspec.json.Decoder(str | dict[str, Any]),
+    "a list of strings or objects",
+    "a string or an object",
+    one_text=True,
+    growth=_ANY_GROWTH,
+)
 ANYTHING = InputKind(msgspec.json.Decoder(Any), "a list", "JSON", growth=_ANY_GROWTH)
 
 
@@ -296,7 +309,7 @@ class _InputsDecoder:
         """Return the error for an input that the decoder of its kind refused."""
         if not isinstance(error, msgspec.ValidationError):
             return explain(bytes(json), error, path)
-        for place in places_of(error):
+        for place in places_of(error) if self._kind.one_list else ():
             return InvalidField(f"{path}[{place}]", f"must be a token id; was {shown_number(json, place)}")
         return InvalidField(path, f"must be {self._kind.wanted_each}; was {shown(json)}")
 

@@ -43,20 +43,28 @@ _MAX_SHOWN = 64
 _COUNTS = ReplyShape(Detail.COUNTS)
 
 
-class Body(msgspec.Struct):
+class ModelBody(msgspec.Struct):
     """The fields of all routes with inputs. A field with null counts as absent.
 
     Attributes:
         model: NAME, NAME@VERSION or another name in the list of /v1/models. Default: the first model.
         prompt_name: The name of the model's prompt that is put before every text; "" for no prompt. Default: the
             prompt of the task or of the model.
+    """
+
+    model: str | None = None
+    prompt_name: str | None = None
+
+
+class Body(ModelBody):
+    """The fields of all routes that encode or tokenize inputs.
+
+    Attributes:
         task: query or document, for models that treat queries and documents differently.
         input_type: The same as task, with the names of other servers: query, search_query, document, passage,
             search_document. Other values have no effect. If the model has no tasks, no value has an effect.
     """
 
-    model: str | None = None
-    prompt_name: str | None = None
     task: str | None = None
     input_type: str | None = None
 
@@ -158,19 +166,19 @@ def positive(field: str, value: int | None) -> int:
     return value or 0
 
 
-def model_of(body: Body) -> tuple[str, str]:
+def model_of(body: ModelBody) -> tuple[str, str]:
     """Return the name and the version of the model in a request, empty for the default."""
     name, _, version = (body.model or "").partition("@")
     return name, version
 
 
-def priority_of(body: EncodeBody) -> Priority:
-    """Return the priority of a request.
+def priority_of(name: str | None) -> Priority:
+    """Return the priority with the name in a request.
 
     Raises:
         InvalidField: The priority is unknown.
     """
-    return PRIORITIES[choice("priority", body.priority, PRIORITIES) or "interactive"]
+    return PRIORITIES[choice("priority", name, PRIORITIES) or "interactive"]
 
 
 def task_of(body: Body, bundle: Bundle) -> Task:
@@ -263,7 +271,7 @@ async def encode(
         prompt_name=body.prompt_name,
         task=task_of(body, bundle),
         shape=_COUNTS,
-        priority=priority_of(body),
+        priority=priority_of(body.priority),
         closing=sent.closing,
     )
 
@@ -275,11 +283,12 @@ async def encode(
     try:
         answer = await call.encode(model, request, counted, growth, more_bytes)
     except SequenceTooLong as error:
-        raise _too_long_on_the_left(error) if from_left else error from None
+        raise too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})
 
 
-def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
+def too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
+    """Return the error for a text that the request wants truncated at its beginning."""
     problem = (
         "must be at most {limit} tokens, because this server truncates texts only at their end; was {count}. Ask for "
         "truncation on the right, or split the text"
