@@ -19,6 +19,7 @@ DOCUMENTS = [text(*it) for it in IDS]
 TOKENS = sum(3 + len(QUERY) + len(it) for it in IDS)
 ASKED = {"query": text(*QUERY), "documents": DOCUMENTS}
 LABELS = ["bad", "fair", "good"]
+LONG = text(*[7] * LONGEST)
 RANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 
@@ -264,9 +265,61 @@ async def test_the_description_of_a_classifier(serve: Serve) -> None:
     assert outputs["scores"] == ["/classify", "/predict"]
 
 
+# Open Inference
+
+PATH = "/v2/models/tiny/infer"
+
+
+def tensor(name: str, texts: list[str]) -> dict[str, Any]:
+    return {"name": name, "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+
+
+def infer(*tensors: dict[str, Any], **parameters: Any) -> dict[str, Any]:
+    """Return the body of an Open Inference request for the scores."""
+    return {"inputs": tensors, "outputs": [{"name": "scores"}], "parameters": parameters}
+
+
+async def test_pairs_are_scored_over_open_inference(serve: Serve) -> None:
+    server = await serve(FILES, HTTP, scores=scores())
+    for queries in ([text(*QUERY)], [text(*QUERY)] * 4):
+        reply = await ask(server, PATH, infer(tensor("query", queries), tensor("text", DOCUMENTS)))
+        (output,) = reply["outputs"]
+        assert (output["name"], output["datatype"], output["shape"]) == ("scores", "FP32", [4, 1])
+        np.testing.assert_allclose(output["data"], sigmoid(LOGITS), rtol=1e-5)
+    pair = (tensor("query", [text(*QUERY)]), tensor("text", [LONG]))
+    cut = (await ask(server, PATH, infer(*pair, truncate=True)))["outputs"][0]["data"]
+    np.testing.assert_allclose(cut, sigmoid(logits_of([pair_ids(QUERY, [7] * (LONGEST - 5))])[0]), rtol=1e-5)
+    config = (await get(server, "/v2/models/tiny")).json()
+    assert [it["name"] for it in config["inputs"]] == ["input_ids", "attention_mask", "text", "query"]
+    assert {"name": "scores", "datatype": "FP32", "shape": [-1, 1]} in config["outputs"]
+    ids = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]}
+    refused: list[tuple[Any, str]] = [
+        (infer(*pair), f"text[0]: must be at most {LONGEST} tokens"),
+        (infer(tensor("query", ["a"] * 3), tensor("text", ["b"] * 2)), "query.shape: must hold 1 query, or 1 for each"),
+        (infer(tensor("query", ["a"]), ids), "query: is only for text; was sent with input_ids"),
+        (infer(tensor("query", ["a"])), "inputs: must hold input_ids or text; was query"),
+    ]
+    for body, problem in refused:
+        response = await post(server, PATH, body)
+        assert (response.status_code, response.json()["error"][: len(problem)]) == (400, problem)
+
+
+async def test_texts_are_classified_over_open_inference(serve: Serve) -> None:
+    labels = scores(labels=LABELS, activation=manifest_pb2.ACTIVATION_SOFTMAX)
+    server = await serve({"scores.onnx": scores_file(3)}, HTTP, scores=labels)
+    output = (await ask(server, PATH, infer(tensor("text", DOCUMENTS))))["outputs"][0]
+    want = softmax(logits_of([[BEGIN, *it, END] for it in IDS], labels=3))
+    np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), want, rtol=1e-4)
+
+
+async def test_a_model_without_labels_has_no_query_over_open_inference(serve: Serve) -> None:
+    server = await serve({}, HTTP)
+    response = await post(server, PATH, {"inputs": [tensor("query", ["a"]), tensor("text", ["b"])]})
+    assert "model tiny takes input_ids, attention_mask, text; was 'query'" in response.text
+
+
 # Refused requests and bounds
 
-LONG = text(*[7] * LONGEST)
 REFUSED: list[tuple[str, Any, int, str]] = [  # a path, a body, the status, and the start of the error text
     ("/rerank", {}, 422, "query: is required, and must be a string; was null"),
     ("/rerank", {"query": "a"}, 422, "texts: is required, and must be a list of texts; was null"),

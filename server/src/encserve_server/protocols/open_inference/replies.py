@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from encserve_server.errors import FieldPath, RequestField, ResponseTooLarge
+from encserve_server.models.scoring import activate
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.protocols.open_inference.requests import InferCall, kinds_of
 from encserve_server.protocols.open_inference.tensors import OUTPUTS, TensorPart, datatype_of
 from encserve_server.types.arrays import IndexedRows
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import OutputKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
         kind, part = OUTPUTS[name]
         place = places[kind]
         made = [sequence.outputs[place] for sequence in reply.sequences]
+        if kind is OutputKind.SCORES:
+            made = _activated(model.bundle, made)
         shape, parts = _tensor(part, made, reply.plan.widths[place])
         datatype = datatype_of(part, reply.plan.outputs[place].data_type)
         tensors.append(OutputTensor(name, datatype, shape, parts))
@@ -58,6 +63,13 @@ def output_tensors(model: ServedModel, infer: InferCall, reply: EncodeReply) -> 
             "sequences or sequences of similar length, or request only the output embedding",
         )
     return tensors
+
+
+def _activated(bundle: Bundle, logits: Sequence[Any]) -> list[Any]:
+    """Return the model's own scores, (1, labels) for each sequence, of the type of the logits."""
+    assert bundle.scores is not None  # noqa: S101 - only such models have this output
+    activation = bundle.scores.activation
+    return [activate(row.astype(np.float32), activation).astype(row.dtype, copy=False) for row in logits]
 
 
 def _tensor(part: TensorPart, made: Sequence[Any], width: int) -> tuple[list[int], list[bytes | memoryview]]:

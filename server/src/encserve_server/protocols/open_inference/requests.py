@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from encserve_server.errors import FieldPath, InvalidField, Naming, RequestField
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.pairs import SentPair, SentQuery
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import ServedModel
 from encserve_server.models.treatment import EncodeCall
@@ -21,6 +22,7 @@ from encserve_server.protocols.open_inference.tensors import (
     INPUT_IDS,
     INPUTS_EMBEDS,
     OUTPUTS,
+    QUERY,
     TEXT,
     TOKEN_TYPE_IDS,
     SentTensor,
@@ -40,6 +42,7 @@ _FIELDS = dict.fromkeys(RequestField, "outputs") | {
     RequestField.INPUTS: "inputs",
     RequestField.INPUT: "inputs" + _AT,
     RequestField.TEXT: TEXT + _AT,
+    RequestField.QUERY: QUERY + _AT,
     RequestField.IDS: INPUT_IDS + _AT,
     RequestField.VECTORS: INPUTS_EMBEDS + _AT,
     RequestField.VECTORS_DATA: INPUTS_EMBEDS + _AT,
@@ -58,7 +61,8 @@ _VALUES: dict[type[Enum], Mapping[Any, str]] = {
 }
 NAMING = Naming(_FIELDS, _VALUES)
 # Tensors that describe the ids or vectors of the same request.
-_BESIDE = (ATTENTION_MASK, TOKEN_TYPE_IDS)
+_DESCRIPTIONS = (ATTENTION_MASK, TOKEN_TYPE_IDS)
+_BESIDE = (*_DESCRIPTIONS, QUERY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +153,19 @@ def decode_request(sent: SentRequest, model: ServedModel) -> InferCall:
     tensors = check_inputs(sent.inputs, bundle)
     main = [name for name in tensors if name not in _BESIDE]
     if len(main) != 1:
-        wanted = " or ".join(it.name for it in inputs_of(bundle) if it.name != ATTENTION_MASK)
+        wanted = " or ".join(it.name for it in inputs_of(bundle) if it.name not in _BESIDE)
         raise InvalidField("inputs", f"must hold {wanted}; was {', '.join(tensors) or 'empty'}")
     shape = tensors[main[0]].shape
-    for name in _BESIDE:
+    for name in _DESCRIPTIONS:
         if (beside := tensors.get(name)) is not None and (main[0] == TEXT or beside.shape != shape[:2]):
             why = f"is only for {INPUT_IDS}" if main[0] == TEXT else f"must have the shape of {main[0]}, {shape[:2]}"
             raise InvalidField(f"{name}.shape", f"{why}; was {beside.shape}")
+    if (query := tensors.get(QUERY)) is not None:
+        if main[0] != TEXT:
+            raise InvalidField(QUERY, f"is only for {TEXT}; was sent with {main[0]}")
+        if query.shape[0] not in (1, shape[0]):
+            problem = f"must hold 1 query, or 1 for each of the {shape[0]} texts; was {list(query.shape)}"
+            raise InvalidField(f"{QUERY}.shape", problem)
     parameters = _decode_parameters(sent.parameters, model)
     outputs, binary = _decode_outputs(sent.outputs, model, parameters)
     return InferCall(tensors, outputs, binary, shape[0], parameters, sent.request_id)
@@ -210,7 +220,11 @@ def _main(tensors: Mapping[str, SentTensor]) -> SentTensor:
 def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int, max_text_bytes: int) -> list[SentInput]:
     sent = _main(tensors)
     if sent.name == TEXT:
-        return list(sent.texts(max_text_bytes))
+        texts = list(sent.texts(max_text_bytes))
+        if (query := tensors.get(QUERY)) is None:
+            return list(texts)
+        queries = [SentQuery(text) for text in query.texts(max_text_bytes)]
+        return [SentPair(queries[i if len(queries) > 1 else 0], text) for i, text in enumerate(texts)]
     lengths = _lengths(tensors.get(ATTENTION_MASK), sent.shape)
     if (types := tensors.get(TOKEN_TYPE_IDS)) is not None:
         _check_types(types.numbers())

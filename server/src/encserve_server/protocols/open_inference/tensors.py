@@ -16,7 +16,7 @@ from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, OutputKind
 
 INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
-TEXT, INPUTS_EMBEDS = "text", "inputs_embeds"
+TEXT, QUERY, INPUTS_EMBEDS = "text", "query", "inputs_embeds"
 # At most this many dimensions of a shape are stored, because error messages show the shape.
 MAX_SHOWN = 8
 # The maximum size of a dimension. A message cannot hold a larger tensor, and neither can NumPy.
@@ -64,6 +64,7 @@ OUTPUTS: dict[str, tuple[OutputKind, TensorPart]] = {
     "last_hidden_state": (OutputKind.TOKENS, TensorPart.ROWS),
     "lengths": (OutputKind.TOKENS, TensorPart.LENGTHS),
     "embedding": (OutputKind.MODEL, TensorPart.VECTOR),
+    "scores": (OutputKind.SCORES, TensorPart.VECTOR),
     "multi_vector": (OutputKind.MULTI_VECTOR, TensorPart.ROWS),
     "multi_vector_lengths": (OutputKind.MULTI_VECTOR, TensorPart.LENGTHS),
     "sparse_weights": (OutputKind.SPARSE, TensorPart.WEIGHTS),
@@ -87,7 +88,8 @@ def inputs_of(bundle: Bundle) -> list[TensorKind]:
         return [TensorKind(INPUTS_EMBEDS, "FP32", (-1, -1, bundle.d_model)), mask]
     has_text = bundle.tokenizer_file is not None
     ids = [TensorKind(INPUT_IDS, "INT64", (-1, -1), optional=has_text), mask]
-    return [*ids, TensorKind(TEXT, "BYTES", (-1,), optional=True)] if has_text else ids
+    texts = [TEXT] if bundle.scores is None else [TEXT, QUERY]
+    return [*ids, *(TensorKind(name, "BYTES", (-1,), optional=True) for name in texts if has_text)]
 
 
 def outputs_of(outputs: ModelOutputs) -> list[TensorKind]:
@@ -231,7 +233,9 @@ def _check_header(it: SentTensor, kind: TensorKind) -> None:
     shape = list(it.shape)
     wanted = f"must be {list(kind.shape)}, where -1 is any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
-    column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # clients of KServe and MLServer send this
+    column = (
+        kind.name in (TEXT, QUERY) and len(shape) == 2 and shape[1] == 1
+    )  # clients of KServe and MLServer send this
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
         raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape}")
 
