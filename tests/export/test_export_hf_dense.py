@@ -17,7 +17,7 @@ from torch import nn
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.check import pipeline
-from encserve_export.core.errors import CheckpointFileError, ParityError, UnsupportedModelError
+from encserve_export.core.errors import CheckpointFileError, ConfigError, ParityError, UnsupportedModelError
 from encserve_export.kinds.directory import transformer_folder
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec
@@ -429,8 +429,8 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     from transformers import AutoModel, AutoTokenizer
 
     directory = write(tmp_path / "directory")
-    with pytest.raises(UnsupportedModelError, match="scores .*To export the encoder .*, give --ignore-head"):
-        export(directory)
+    with pytest.raises(ConfigError, match="computes scores. --pooling is for its encoder alone: give --ignore-head"):
+        export(directory, pooling="mean")
     exported = export(directory, ignore_head=True, pooling="mean")
     assert "classifier" in exported.unused_parts
     assert exported.manifest.encoder.vocab_size == len(SPECIAL) + len(WORDS)
@@ -447,6 +447,7 @@ def test_the_command_exports_the_encoder_of_a_classifier(tmp_path: Path) -> None
     from encserve_export.cli import main
 
     arguments = ["hf", str(write_classifier(tmp_path / "m")), "--model-repository", str(tmp_path / "models")]
-    assert "give --ignore-head" in CliRunner().invoke(main, arguments).output
+    refused = CliRunner().invoke(main, [*arguments, "--pooling", "mean"])
+    assert "--pooling is for its encoder alone: give --ignore-head too" in refused.output
     assert CliRunner().invoke(main, [*arguments, "--ignore-head"]).exit_code == 0
     assert (tmp_path / "models" / "m" / "1" / "manifest.json").is_file()

@@ -1,6 +1,7 @@
 """Exports of cross-encoders and classifiers: ids and scores equal the library's, and wrong files are refused."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from exporting import export_once
 from safetensors.torch import load_file, save_file
 from score_models import MODELS, PAIRS, TEXTS, change, library_scores, worst_error, write_scores
 
 from encserve_export import Exported, Target, export_hf
-from encserve_export.core.errors import ConfigError, ExportError, UnsupportedModelError, WeightNamesError
+from encserve_export.cli import main
+from encserve_export.core.errors import (
+    ConfigError,
+    ExportError,
+    ParityError,
+    UnsupportedModelError,
+    WeightNamesError,
+)
+from encserve_export.models import pretrained
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_server.offline import Embedder
 
@@ -106,6 +116,35 @@ def test_a_model_that_a_bundle_cannot_express_is_refused(directory: Path, tmp_pa
     change_files(directory)
     with pytest.raises(error, match=message):
         export(directory, tmp_path)
+
+
+def test_logits_of_another_model_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a wrong eps in the graph and in our reference. Only the comparison of logits can find this fault."""
+    load = pretrained.load_model
+
+    def misread(*arguments: Any, **options: Any) -> Any:
+        reference = load(*arguments, **options)
+        for part in reference.module.modules():
+            if isinstance(part, torch.nn.LayerNorm):
+                part.eps = 1e-3
+        return reference
+
+    monkeypatch.setattr(pretrained, "load_model", misread)
+    with pytest.raises(ParityError, match="the bundle gives other logits than sentence-transformers for the pair"):
+        export(bert, tmp_path)
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_report_shows_the_labels_and_the_comparison(tmp_path: Path) -> None:
+    """Export a classifier with the command."""
+    directory = write_scores(tmp_path / "m", labels=3)
+    result = CliRunner().invoke(main, ["hf", str(directory), "--model-repository", str(tmp_path / "models")])
+    assert result.exit_code == 0, result.output
+    shown = "3 labels (LABEL_0, LABEL_1, LABEL_2), activation softmax, for pairs of texts, and texts"
+    assert re.search(rf"scores +{re.escape(shown)}\n", result.output)
+    compared = r"pipeline +47 pairs and texts compared with sentence-transformers, max error of a logit \S+, tolerance"
+    assert re.search(compared, result.output)
+    assert "pooling" not in result.output
 
 
 def test_only_the_second_text_is_cut(directory: Path, tmp_path: Path) -> None:

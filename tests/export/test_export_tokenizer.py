@@ -364,8 +364,8 @@ def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.
     """
     load = pretrained.load_model
 
-    def misread(*arguments: Any) -> Any:
-        reference = load(*arguments)
+    def misread(*arguments: Any, **options: Any) -> Any:
+        reference = load(*arguments, **options)
         for part in reference.module.modules():
             if isinstance(part, torch.nn.LayerNorm):
                 part.eps = 1e-3
