@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from email.parser import Parser
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -299,14 +302,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("git", "-C", folder, "add", ".")
     author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
     run("git", "-C", folder, *author, "commit", "--quiet", "--no-verify", "-m", "all files")
+    run("git", "-C", folder, "update-server-info")
     return folder
 
 
+@pytest.fixture
+def url(checkout: Path) -> Iterator[str]:
+    """Serve the git repository over HTTP, and return the URL. pip 23.2 refuses git+file:///PATH."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(checkout))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/.git"
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize("pip", ["pip==23.2", "pip"])
-def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, dist: Path) -> None:
+def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, url: str, dist: Path) -> None:
     """An old and a current pip install the package from a checkout, from a repository and from wheels."""
     environment.pip("install", "--quiet", "--upgrade", pip)
-    for way in ([f"{checkout}[cpu,cli]"], [f"encserve[cpu] @ git+file://{checkout}"],
+    for way in ([f"{checkout}[cpu,cli]"], [f"encserve[cpu] @ git+{url}"],
                 ["encserve[cpu]", "--find-links", dist]):  # fmt: skip
         environment.install(*way)
         assert "encserve, version" in run(environment.bin / "encserve", "--version")
