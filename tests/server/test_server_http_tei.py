@@ -13,7 +13,7 @@ from http_calls import connect, get, post
 from tiny_bundle import write_bundle
 from tiny_heads import SERVE_TINY, Serve, loader, words
 
-from encserve_server import __version__
+from encserve import __version__
 
 TEXTS = ["hello brave new world", "new world", "hello"]
 LONG = "hello " * 40
