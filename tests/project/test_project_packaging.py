@@ -234,7 +234,9 @@ def use_all(own: Environment, models: Path) -> None:
     use_jobs(own, models)
 
 
-# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved.
+# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved. The installations of all
+# rows take a quarter of an hour, so each change is tested with four rows.
+ROWS_FOR_EACH_CHANGE = ("", "cli", "cpu", "cpu,http")
 USES: dict[str, Callable[[Environment, Path], None]] = {
     "": use_client,
     "cli": use_only_the_command,
@@ -259,12 +261,15 @@ def test_each_row_of_the_table_has_a_test() -> None:
     assert set(rows) - {"cli", ""} == (USES.keys() | {"gpu"}) - {"cli", ""}
 
 
-@pytest.mark.parametrize("extras", USES)
+@pytest.mark.parametrize(
+    "extras", [pytest.param(it, marks=() if it in ROWS_FOR_EACH_CHANGE else pytest.mark.weekly) for it in USES]
+)
 def test_a_row_of_the_table(extras: str, environment: Environment, dist: Path, models: Path) -> None:
     environment.install("--find-links", dist, f"encserve[{extras}]" if extras else "encserve")
     USES[extras](environment, models)
 
 
+@pytest.mark.weekly
 def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     environment.install("--dry-run", "--report", report, "--find-links", dist, "encserve[gpu]")
@@ -283,6 +288,7 @@ def find_python(version: str) -> str | None:
     return done.stdout.strip() or None
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_another_python(version: str, folder: Path, dist: Path, models: Path) -> None:
     """The server and the command work with another Python."""
@@ -326,6 +332,7 @@ def url(checkout: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("pip", ["pip==23.2", "pip"])
 def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, url: str, dist: Path) -> None:
     """An old and a current pip install the package from a checkout, from a repository and from wheels."""
