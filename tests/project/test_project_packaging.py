@@ -234,8 +234,8 @@ def use_all(own: Environment, models: Path) -> None:
     use_jobs(own, models)
 
 
-# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved. The installations of all
-# rows take a quarter of an hour, so each change is tested with four rows.
+# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved. All rows take a quarter
+# of an hour to install, so each change is tested with four rows.
 ROWS_FOR_EACH_CHANGE = ("", "cli", "cpu", "cpu,http")
 USES: dict[str, Callable[[Environment, Path], None]] = {
     "": use_client,
