@@ -17,8 +17,8 @@ from deploy_files import DEPLOY, ROOT, container_of, load, mounts, rendered
 from fake_hub import fake_hub
 from image_folders import Dockerfile, Stage
 
-# The image of the exporter has PyTorch, so its tests are weekly.
-pytestmark = pytest.mark.system
+# The image of the exporter has PyTorch, so its tests are weekly. pip takes minutes for an image.
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 COMPOSE = load("../docker-compose.yml")["services"]
 TEXTS = [

@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from email.parser import Parser
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -231,7 +234,9 @@ def use_all(own: Environment, models: Path) -> None:
     use_jobs(own, models)
 
 
-# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved.
+# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved. All rows take a quarter
+# of an hour to install, so each change is tested with four rows.
+ROWS_FOR_EACH_CHANGE = ("", "cli", "cpu", "cpu,http")
 USES: dict[str, Callable[[Environment, Path], None]] = {
     "": use_client,
     "cli": use_only_the_command,
@@ -256,30 +261,42 @@ def test_each_row_of_the_table_has_a_test() -> None:
     assert set(rows) - {"cli", ""} == (USES.keys() | {"gpu"}) - {"cli", ""}
 
 
-@pytest.mark.parametrize("extras", USES)
+@pytest.mark.parametrize(
+    "extras", [pytest.param(it, marks=() if it in ROWS_FOR_EACH_CHANGE else pytest.mark.weekly) for it in USES]
+)
 def test_a_row_of_the_table(extras: str, environment: Environment, dist: Path, models: Path) -> None:
     environment.install("--find-links", dist, f"encserve[{extras}]" if extras else "encserve")
     USES[extras](environment, models)
 
 
-def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path) -> None:
-    resolved = environment.pip(
-        "install", "--dry-run", "--quiet", "--report", "-", "--find-links", dist, "-c", ROOT / "constraints.txt",
-        "encserve[gpu]",
-    )  # fmt: skip
-    names = {it["metadata"]["name"] for it in json.loads(resolved)["install"]}
+@pytest.mark.weekly
+def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    environment.install("--dry-run", "--report", report, "--find-links", dist, "encserve[gpu]")
+    names = {it["metadata"]["name"] for it in json.loads(report.read_text())["install"]}
     assert {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py", "encserve"} <= names
     assert not names & {"onnxruntime", "torch", "nvidia-cudnn-cu13"}
 
 
+def find_python(version: str) -> str | None:
+    """Return the path of an interpreter. The programs of pyenv need the version in a variable."""
+    program, code = shutil.which(f"python{version}"), "import sys; print(sys.executable)"
+    if program is None:
+        return None
+    variables = {**os.environ, "PYENV_VERSION": version}
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    return done.stdout.strip() or None
+
+
+@pytest.mark.weekly
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_another_python(version: str, folder: Path, dist: Path, models: Path) -> None:
-    """The server and the command work with another Python. uv finds the interpreter, and downloads none."""
-    uv = (Path(sys.executable).parent / "uv", "python", "find", "--no-python-downloads", "--no-project", version)
-    found = subprocess.run(uv, capture_output=True, text=True, check=False)
-    if found.returncode and not os.environ.get("ENCSERVE_REQUIRE_PYTHONS"):
+    """The server and the command work with another Python."""
+    python = find_python(version)
+    if python is None and not os.environ.get("ENCSERVE_REQUIRE_PYTHONS"):
         pytest.skip(f"Python {version} is not installed")
-    own = Environment(folder, found.stdout.strip())
+    assert python is not None
+    own = Environment(folder, python)
     own.install("--find-links", dist, "encserve[cpu,http,tls,tracing,cli]")
     use_http(own, models)
     use_tls(own, models)
@@ -299,14 +316,28 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("git", "-C", folder, "add", ".")
     author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
     run("git", "-C", folder, *author, "commit", "--quiet", "--no-verify", "-m", "all files")
+    run("git", "-C", folder, "update-server-info")
     return folder
 
 
+@pytest.fixture
+def url(checkout: Path) -> Iterator[str]:
+    """Serve the git repository over HTTP, and return the URL. pip 23.2 refuses git+file:///PATH."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(checkout))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/.git"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.weekly
 @pytest.mark.parametrize("pip", ["pip==23.2", "pip"])
-def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, dist: Path) -> None:
+def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, url: str, dist: Path) -> None:
     """An old and a current pip install the package from a checkout, from a repository and from wheels."""
     environment.pip("install", "--quiet", "--upgrade", pip)
-    for way in ([f"{checkout}[cpu,cli]"], [f"encserve[cpu] @ git+file://{checkout}"],
+    for way in ([f"{checkout}[cpu,cli]"], [f"encserve[cpu] @ git+{url}"],
                 ["encserve[cpu]", "--find-links", dist]):  # fmt: skip
         environment.install(*way)
         assert "encserve, version" in run(environment.bin / "encserve", "--version")
