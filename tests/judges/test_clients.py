@@ -207,6 +207,13 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
     assert (facts["texts"], facts["version"], facts["unknown_model"], facts["start"]) == (TEXTS, "2", 404, 400)
     assert facts["id"]
     assert facts["tokens"] > len(TEXTS)
+    cosines = unit_vectors @ unit_vectors[0]
+    order = np.argsort(-cosines, kind="stable").tolist()
+    for ranks, count in ((facts["v1_ranks"], len(TEXTS)), (facts["v2_ranks"], 2)):
+        indices, scores = zip(*ranks, strict=True)
+        assert list(indices) == order[:count]
+        np.testing.assert_allclose(scores, cosines[order[:count]], atol=1e-6)
+    assert facts["v1_documents"] == [TEXTS[at] for at in order]
 
 
 def vectors_of_lines(output: str) -> Array:

@@ -233,9 +233,8 @@ def _check_header(it: SentTensor, kind: TensorKind) -> None:
     shape = list(it.shape)
     wanted = f"must be {list(kind.shape)}, where -1 is any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
-    column = (
-        kind.name in (TEXT, QUERY) and len(shape) == 2 and shape[1] == 1
-    )  # clients of KServe and MLServer send this
+    # Clients of KServe and MLServer send texts as a column.
+    column = kind.name in (TEXT, QUERY) and len(shape) == 2 and shape[1] == 1
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
         raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape}")
 
