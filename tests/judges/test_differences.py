@@ -49,6 +49,14 @@ DIFFERENCES: dict[str, list[Case]] = {
         ("/pooling", {"input": TEXT, "task": task}, 400, f"task: must be one of token_embed, embed; was '{task}'")
         for task in ("classify", "token_classify", "plugin")
     ],
+    "`data_1`, `data_2` and `items` of `/score`": [
+        ("/score", {"data_1": TEXT, "data_2": TEXT}, 400, "text_1: is required"),
+        ("/score", {"queries": TEXT, "items": TEXT}, 400, "documents: is required"),
+    ],
+    "`document` of a rank as a string": [
+        ("/v1/rerank", {"query": TEXT, "documents": [TEXT]}, 200, '"document":{"text":'),
+        ("/v1/rerank", {"query": TEXT, "documents": [TEXT], "return_documents": False}, 200, '"results":[{"index":0'),
+    ],
     "`truncate` `START`": [("/v2/embed", {"texts": [LONG_TEXT], "truncate": "START"}, 400, "truncate: ")],
     "`/embeddings` and `/models` without `/v1`": [
         (path, {"input": TEXT}, 404, path) for path in ("/embeddings", "/models")

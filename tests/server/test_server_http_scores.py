@@ -164,6 +164,26 @@ async def test_long_documents_are_cut_and_counted(serve: Serve, path: str) -> No
     assert f"documents[0]: must be at most {LONGEST} tokens (max_sequence_tokens of tiny)" in refused.text
 
 
+async def test_pairs_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
+    server = await serve(FILES, HTTP, scores=scores(activation=manifest_pb2.ACTIVATION_NONE))
+    body = {"text_1": text(*QUERY), "text_2": [text(7, 8, 9), text(10)], "truncate_prompt_tokens": 7}
+    response = await post(server, "/score", body)
+    want = logits_of([pair_ids(QUERY, it) for it in ([7, 8], [10])])[:, 0]
+    np.testing.assert_allclose([it["score"] for it in response.json()["data"]], want, rtol=1e-5)
+    assert response.headers["encserve-truncated-inputs"] == "1"
+    refused = await post(server, "/score", {**body, "truncate_prompt_tokens": LONGEST + 1})
+    assert f"truncate_prompt_tokens: must be from 1 to {LONGEST}" in refused.text
+
+
+async def test_texts_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
+    server = await serve({}, HTTP, similarity="dot")
+    body = {"text_1": text(5), "text_2": text(7, 8, 9), "truncate_prompt_tokens": 4}
+    for more, ids in (({}, [7, 8]), ({"max_tokens_per_doc": 3}, [7]), ({"max_tokens_per_doc": 9}, [7, 8])):
+        reply = await ask(server, "/score", {**body, **more})
+        query, document = (expected_rows([BEGIN, *it, END])[0] for it in ([5], ids))
+        np.testing.assert_allclose(reply["data"][0]["score"], query @ document, rtol=1e-4)
+
+
 async def test_a_dense_model_ranks_by_its_similarity(serve: Serve) -> None:
     server = await serve({}, HTTP, similarity="dot")
     rows = [expected_rows([BEGIN, *it, END]) for it in (QUERY, *IDS)]

@@ -80,6 +80,7 @@ class ScoreCall:
         priority: The requested priority.
         max_document_tokens: The maximum number of tokens of a document; 0 for as many as the model takes. The end of a
             longer document is cut.
+        max_tokens: The maximum number of tokens of a pair or a text; 0 for as many as the model takes.
     """
 
     pairs: Sequence[SentPair] = ()
@@ -91,6 +92,7 @@ class ScoreCall:
     prompt_name: str | None = None
     priority: Priority = Priority.INTERACTIVE
     max_document_tokens: int = 0
+    max_tokens: int = 0
 
     @property
     def count(self) -> int:
@@ -242,6 +244,7 @@ def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScoreP
             shape=_SHAPE,
             priority=call.priority,
             document_tokens=call.max_document_tokens,
+            max_tokens=call.max_tokens,
         )
         return ScorePlan(bundle, call, method, encode, None)
     places: dict[str, int] = {}  # by query text
@@ -251,13 +254,22 @@ def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScoreP
 
     def encode_texts(texts: Sequence[str], task: Task) -> EncodeCall:
         known = task if task in bundle.tasks else Task.NEITHER
-        return EncodeCall(texts, outputs, call.truncate, task=known, shape=_SHAPE, priority=call.priority)
+        return EncodeCall(
+            texts,
+            outputs,
+            call.truncate,
+            task=known,
+            shape=_SHAPE,
+            priority=call.priority,
+            max_tokens=call.max_tokens,
+        )
 
     documents = None
     if call.vectors is None:
         documents = encode_texts([pair.document for pair in call.pairs], Task.DOCUMENT)
         if call.max_document_tokens:
-            documents = replace(documents, max_tokens=call.max_document_tokens, truncate=True)
+            most = min(call.max_tokens or call.max_document_tokens, call.max_document_tokens)
+            documents = replace(documents, max_tokens=most, truncate=True)
     return ScorePlan(
         bundle, call, method, documents, encode_texts(list(places), Task.QUERY), np.array(query_of, np.int64)
     )

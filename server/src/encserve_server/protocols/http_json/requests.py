@@ -198,16 +198,21 @@ def task_of(body: Body, bundle: Bundle) -> Task:
     return _TASKS[name]
 
 
-def cut_of(body: EncodeBody, bundle: Bundle, settings: Settings) -> tuple[bool, int]:
+def cut_of(truncate: bool | None, asked: int | None, bundle: Bundle, settings: Settings) -> tuple[bool, int]:
     """Return whether too long inputs are truncated, and to which number of tokens; 0 means the model's limit.
+
+    Args:
+        truncate: The field truncate.
+        asked: The field truncate_prompt_tokens.
+        bundle: The model.
+        settings: The settings of the server.
 
     Raises:
         InvalidField: The number of tokens is out of range.
     """
-    asked = body.truncate_prompt_tokens
     if asked is None:
-        return (settings.http_truncate if body.truncate is None else body.truncate), 0
-    if body.truncate is False:
+        return (settings.http_truncate if truncate is None else truncate), 0
+    if truncate is False:
         raise InvalidField(
             "truncate_prompt_tokens", f"must be left out if truncate is false; was {asked}. Send only one of the two"
         )
@@ -261,7 +266,9 @@ async def encode(
     bundle, truncated = model.bundle, 0
     model.check_counts(len(sent.items))
     check(model)
-    truncate, max_tokens = cut_of(body, bundle, settings) if cut is None else cut
+    if cut is None:
+        cut = cut_of(body.truncate, body.truncate_prompt_tokens, bundle, settings)
+    truncate, max_tokens = cut
     wanted = output(bundle)
     request = EncodeCall(
         inputs=sent.decode(bundle.max_sequence_tokens),

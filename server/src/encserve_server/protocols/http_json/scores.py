@@ -18,6 +18,7 @@ from encserve_server.protocols.http_json.replies import joined
 from encserve_server.protocols.http_json.requests import (
     TRUNCATED_HEADER,
     ModelBody,
+    cut_of,
     model_of,
     positive,
     priority_of,
@@ -42,11 +43,14 @@ class ScoreBody(ModelBody):
     Attributes:
         truncate: Whether a pair or a text that is too long is truncated, as the model was trained. Otherwise it is
             refused. Default: true, or false if the server runs with http_truncate off.
+        truncate_prompt_tokens: Truncates pairs and texts to this number of tokens, special tokens included; -1 for as
+            many tokens as the model takes.
         priority: interactive or bulk. Bulk requests belong to jobs and run while no interactive request waits. Default:
             interactive. A number, as Cohere's and vLLM's clients send it, has no effect.
     """
 
     truncate: bool | None = None
+    truncate_prompt_tokens: int | None = None
     priority: str | int | None = None
 
 
@@ -214,7 +218,7 @@ async def score(
             f"(max_response_bytes). Send fewer than {count} texts"
         )
         raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
-    truncate = settings.http_truncate if fields.truncate is None else fields.truncate
+    truncate, max_tokens = cut_of(fields.truncate, fields.truncate_prompt_tokens, bundle, settings)
     request = ScoreCall(
         pairs,
         texts,
@@ -224,6 +228,7 @@ async def score(
         prompt_name=fields.prompt_name,
         priority=priority_of(fields.priority if isinstance(fields.priority, str) else None),
         max_document_tokens=positive("max_tokens_per_doc", max_document_tokens or None),
+        max_tokens=max_tokens,
     )
 
     def counted(scored: Scored) -> bytes:
