@@ -534,7 +534,7 @@ def _predicted(inputs: str | list[Any] | None) -> tuple[list[str], list[SentPair
         InvalidField: An input is neither a text nor a pair, or the request has both texts and pairs.
         EmptyInputs: The list is empty.
     """
-    items = SentInputs(_INPUTS, inputs).items
+    items = scores.listed(_INPUTS, inputs)
     is_one = isinstance(items[0], str)
     if is_one and any(not isinstance(it, str) for it in items):
         raise InvalidField(_INPUTS, "must have only lists of 1 or 2 strings, if one input is such a list")

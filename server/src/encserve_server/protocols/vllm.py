@@ -249,7 +249,7 @@ class VllmRoutes:
     async def classify(self, request: Request, call: Call) -> Reply:
         """Return the score of each label for each text."""
         fields = await self._classify.decode(request.body, call.hold)
-        texts = SentInputs("input", fields.input).items
+        texts = scores.listed("input", fields.input)
 
         def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
             yield _head("classify", fields.model or model.bundle.name)
@@ -283,7 +283,7 @@ def _pairs_of(fields: ScoreBody) -> tuple[list[SentPair], Naming]:
     others = [name for name in ("text_1", "text_2") if name not in names and getattr(fields, name) is not None]
     if others:
         raise InvalidField(others[0], "must be left out if queries or documents are set")
-    first, second = (SentInputs(name, getattr(fields, name)).items for name in names)
+    first, second = (scores.listed(name, getattr(fields, name)) for name in names)
     if len(first) not in (1, len(second)):
         problem = f"must hold as many texts as {names[0]}, which has {len(first)}; was {len(second)}"
         raise InvalidField(names[1], problem)

@@ -99,7 +99,7 @@ def ranked_pairs(query: str | None, field: str, documents: str | list[Any] | Non
     if query is None:
         raise InvalidField("query", "is required, and must be a string; was null")
     shared = SentQuery(query)
-    return [SentPair(shared, document) for document in _listed(field, documents)]
+    return [SentPair(shared, document) for document in listed(field, documents)]
 
 
 def texts_of(fields: RerankBody) -> list[str]:
@@ -109,12 +109,18 @@ def texts_of(fields: RerankBody) -> list[str]:
         InvalidField: There are no documents, or an object has no text.
         EmptyInputs: The list is empty.
     """
-    documents = _listed("documents", fields.documents)
+    documents = listed("documents", fields.documents)
     names = fields.rank_fields or [_TEXT]
     return [it if isinstance(it, str) else _text_of(f"documents[{i}]", it, names) for i, it in enumerate(documents)]
 
 
-def _listed(field: str, documents: str | list[Any] | None) -> list[Any]:
+def listed(field: str, documents: str | list[Any] | None) -> list[Any]:
+    """Return the texts of a field. One text becomes a list.
+
+    Raises:
+        InvalidField: The texts are missing.
+        EmptyInputs: The list is empty.
+    """
     if documents is None:
         raise InvalidField(field, "is required, and must be a list of texts; was null")
     if documents == []:
@@ -322,7 +328,7 @@ def ranks_as_json(scored: Scored, name: str, documents: Sequence[Any] | None, fi
 
 def documents_in_reply(documents: str | list[Any] | None) -> list[Mapping[str, Any]]:
     """Return documents as objects. A string becomes an object with the field text."""
-    return [{_TEXT: it} if isinstance(it, str) else it for it in _listed("documents", documents)]
+    return [{_TEXT: it} if isinstance(it, str) else it for it in listed("documents", documents)]
 
 
 def usage_of(scored: Scored) -> dict[str, int]:
