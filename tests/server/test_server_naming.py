@@ -138,7 +138,7 @@ def test_the_fields_of_open_inference(path: FieldPath) -> None:
     name, attribute = found["name"], found["attribute"]
     if name == "parameters":
         assert attribute in {"task", "prompt_name", "dimensions", "datatype"}
-    elif name in {"text", "input_ids", "inputs_embeds"}:
+    elif name in {"text", "query", "input_ids", "inputs_embeds"}:
         assert attribute in {None, "shape"}
     else:
         check_path(triton.ModelInferRequest, rendered)
