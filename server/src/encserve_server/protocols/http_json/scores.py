@@ -1,4 +1,4 @@
-"""What the routes for scores and ranks share: the fields of requests, the documents, and the way to a reply."""
+"""The fields of requests for scores and ranks, the texts of documents, and the way to a reply."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -94,7 +94,7 @@ def ranked_pairs(query: str | None, field: str, documents: str | list[Any] | Non
 
     Raises:
         InvalidField: The query or the documents are missing.
-        EmptyInputs: There are no documents.
+        EmptyInputs: The list of documents is empty.
     """
     if query is None:
         raise InvalidField("query", "is required, and must be a string; was null")
@@ -106,7 +106,7 @@ def texts_of(fields: RerankBody) -> list[str]:
     """Return the text of each document.
 
     Raises:
-        InvalidField: There are no documents, or an object has no text.
+        InvalidField: The documents are missing, or an object lacks its text.
         EmptyInputs: The list is empty.
     """
     documents = listed("documents", fields.documents)
