@@ -19,7 +19,7 @@ import pytest
 from fake_server import FakeServer, start_fake_server
 from fuzzing import damaged
 from tiny_bundle import write_bundle
-from tiny_heads import every_kind, loader
+from tiny_heads import every_kind_and_scores, loader
 from tiny_heads import words as tokenizer_of_words
 
 pytestmark = pytest.mark.timeout(1200)
@@ -124,7 +124,7 @@ async def send_all(server: FakeServer) -> dict[str, Counter[int]]:
 def test_every_random_body_gets_a_reply_or_a_4xx(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with asyncio.Runner() as runner:
         bundle = write_bundle(
-            tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts={"query": "w7 "}, **every_kind()
+            tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts={"query": "w7 "}, **every_kind_and_scores()
         )
         served: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, "load": loader(bundle)}
         server = runner.run(start_fake_server(tmp_path, http_port=0, **served))

@@ -10,7 +10,7 @@ import pytest_asyncio
 from fake_server import FakeServer, start_fake_server
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
-from tiny_heads import SERVE_TINY, every_kind, loader, scores, scores_file, words
+from tiny_heads import SERVE_TINY, every_kind_and_scores, loader, words
 
 from encserve_server.endpoints.routes import Route
 from encserve_server.protocols.openapi import descriptions_of
@@ -22,9 +22,7 @@ REF = "#/components/schemas/"
 async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
     """One server with HTTP and a model with every kind of output, for tests that do not change the server."""
     directory = tmp_path_factory.mktemp("docs")
-    kinds = every_kind()
-    kinds["files"] |= {"scores.onnx": scores_file()}
-    bundle = write_bundle(directory / "bundles", tokenizer=words(), scores=scores(), **kinds)
+    bundle = write_bundle(directory / "bundles", tokenizer=words(), **every_kind_and_scores())
     server = await start_fake_server(directory, http_port=0, load=loader(bundle), **SERVE_TINY)
     yield server
     await server.stop()

@@ -13,7 +13,7 @@ from http_calls import connect
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_bundle import D_MODEL, write_bundle
-from tiny_heads import SERVE_TINY, every_kind, loader, scores, scores_file
+from tiny_heads import SERVE_TINY, every_kind_and_scores, loader
 from tiny_heads import words as tokenizer_of_words
 
 ROUTES = {
@@ -146,10 +146,8 @@ def test_any_body_gets_a_reply_or_a_client_error(tmp_path: Path) -> None:
     """Each random body gets a reply or a 4xx error. tests/hostile sends 10,000 random bodies to each route."""
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
-        kinds = every_kind()
-        kinds["files"] |= {"scores.onnx": scores_file()}
-        words = tokenizer_of_words()
-        bundle = write_bundle(tmp_path / "bundles", tokenizer=words, prompts=PROMPTS, scores=scores(), **kinds)
+        kinds = every_kind_and_scores()
+        bundle = write_bundle(tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts=PROMPTS, **kinds)
         server = runner.run(start_fake_server(tmp_path, http_port=0, load=loader(bundle), **SERVE_TINY))
         client = connect(server)
 

@@ -234,6 +234,12 @@ def every_kind() -> dict[str, Any]:
     }
 
 
+def every_kind_and_scores() -> dict[str, Any]:
+    """Return the arguments of `every_kind`, and those of a cross-encoder."""
+    kinds = every_kind()
+    return kinds | {"files": kinds["files"] | {"scores.onnx": scores_file()}, "scores": scores()}
+
+
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
     """Return a loader that always loads `bundle`, and ignores the directory argument."""
 
