@@ -26,6 +26,16 @@ KINDS: dict[str, tuple[dict[str, bytes], dict[str, Any], str]] = {
         {"multi_vector": multi_vector(), **NO_POOLING},
         "/pooling",
     ),
+    "cross-encoder": (
+        {"scores.onnx": tiny_heads.scores_file()},
+        {"scores": tiny_heads.scores(), **NO_POOLING},
+        "/rerank",
+    ),
+    "classifier": (
+        {"scores.onnx": tiny_heads.scores_file(3)},
+        {"scores": tiny_heads.scores(labels=["bad", "fair", "good"]), **NO_POOLING},
+        "/classify",
+    ),
 }
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from encserve.extras import install_line
 from encserve_server.models.served import ServedModel
-from encserve_server.protocols.http_json.kinds import EMBEDDING, MULTI_VECTOR, SPARSE, routes_of
+from encserve_server.protocols.http_json.kinds import EMBEDDING, MULTI_VECTOR, SCORES, SPARSE, routes_of
 from encserve_server.settings import Settings
 from encserve_server.system.cpus import cpu_features
 
 _BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16"}
 _TEXT = "one text"
+_OTHER_TEXT = "another text"
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - no socket listens on it here
 
 
@@ -45,11 +46,8 @@ def _command(settings: Settings, model: ServedModel, target: str, url: str | Non
     needs_certificate = settings.tls_client_ca_file is not None
     if url is None or takes_vectors or needs_certificate:
         # With TLS and keys, the command needs files that only the user knows.
-        verb = "models" if takes_vectors else f'embed "{_TEXT}"' if model.tokenizer is not None else "embed --ids 1,2,3"
-        return f"encserve {verb} --target {target}"
-    route, field = _route(model)
-    value = _TEXT if model.tokenizer is not None else [[1, 2, 3]]
-    body = {field: value} | ({"task": "token_embed"} if route == "/pooling" else {})
+        return f"encserve {_verb(model)} --target {target}"
+    route, body = _request(model)
     command = ["curl", f"{url}{route}"]
     if settings.tls_cert_file is not None:
         command.append(f"--cacert {settings.tls_cert_file}")
@@ -60,13 +58,33 @@ def _command(settings: Settings, model: ServedModel, target: str, url: str | Non
     return " ".join([*command, f"-d '{json.dumps(body)}'"])
 
 
-def _route(model: ServedModel) -> tuple[str, str]:
-    """Return a route for the output that the model was trained for, and the field of the inputs."""
+def _verb(model: ServedModel) -> str:
+    """Return the command of `encserve`, with its arguments, for the output that the model was trained for."""
+    scores = model.bundle.scores
+    if model.bundle.graph.takes_vectors or (scores is not None and len(scores.labels) > 1):
+        return "models"
+    if scores is not None:
+        return f'rank "{_TEXT}" "{_OTHER_TEXT}"'
+    return f'embed "{_TEXT}"' if model.tokenizer is not None else "embed --ids 1,2,3"
+
+
+def _request(model: ServedModel) -> tuple[str, dict[str, object]]:
+    """Return a route for the output that the model was trained for, and the body of a request."""
     routes = routes_of(model.bundle)
+    if SCORES in routes:
+        route = routes[SCORES][0]
+        if route == "/rerank":
+            return route, {"query": _TEXT, "documents": [_TEXT, _OTHER_TEXT]}
+        template = model.bundle.template
+        if template is not None and template.between is not None:  # the model takes pairs only
+            return "/predict", {"inputs": [[_TEXT, _OTHER_TEXT]]}
+        return route, {"input": _TEXT}
+    value = _TEXT if model.tokenizer is not None else [[1, 2, 3]]
     for output, field in ((EMBEDDING, "input"), (SPARSE, "inputs"), (MULTI_VECTOR, "input")):
         if output in routes:
-            return routes[output][0], field
-    return "/embed_all", "inputs"
+            task = {"task": "token_embed"} if output == MULTI_VECTOR else {}
+            return routes[output][0], {field: value, **task}
+    return "/embed_all", {"inputs": value}
 
 
 def _advice(settings: Settings, models: Sequence[ServedModel]) -> list[str]:
