@@ -3,7 +3,7 @@
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 FILE_TIMEOUT_SECONDS = 300.0
 Client = TypeVar("Client")
 
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # flag → arguments of `click.option`
+_OPTIONS: dict[str, dict[str, Any]] = {  # flag → arguments of `click.option`
     "--target": {
         "default": "localhost:50051",
         "show_default": True,
@@ -31,8 +31,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # flag → arguments of `click.op
     "--timeout": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "The time for one message, with all retries. Many texts are several messages. Default: 30, "
-        "or 300 with --input.",
+        "help": "The time for one message, with all retries. Many texts are sent as several messages.",
     },
     "--tls": {"is_flag": True, "help": "Encrypt, and check the server's certificate."},
     "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
@@ -123,11 +122,15 @@ def _outage_lines() -> "Callable[[Outage], None]":
     return show
 
 
-def connection_options(command: Command) -> Command:
+def connection_options(command: Command, *, has_input: bool = True) -> Command:
     """Add the connection options to a command.
 
     `click.Context.obj` is then a `Connection`. Options after the name of the command override options before the name.
+
+    `has_input`: whether the command has --input, which changes the default of --timeout.
     """
+    timeout = dict(_OPTIONS["--timeout"])
+    timeout["help"] += f" Default: 30{', or 300 with --input' if has_input else ''}."
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -143,7 +146,7 @@ def connection_options(command: Command) -> Command:
         wrapper,
         *(
             click.option(flag, cls=SectionOption, section=CONNECTION, envvar=f"ENCSERVE_{_name(flag).upper()}", **its)
-            for flag, its in _OPTIONS.items()
+            for flag, its in (_OPTIONS | {"--timeout": timeout}).items()
         ),
     )
 

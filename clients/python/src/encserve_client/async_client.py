@@ -65,7 +65,7 @@ class AsyncEncoderClient(AsyncTransport):
         retry: When and how often a failed message is sent again. Default: until the message's time is over; see
             `RetryPolicy`.
         priority: "interactive" for calls of waiting users, "bulk" for jobs. Jobs get the capacity that interactive
-            calls leave. Default: "bulk" for calls of more than 2 messages, otherwise "interactive".
+            calls do not use. Default: "bulk" for calls of more than 2 messages, otherwise "interactive".
         expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
             Another fingerprint raises FingerprintError. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.

@@ -134,8 +134,8 @@ class ServerEncoder:
                 raise error
         if result.fingerprint != self._info.fingerprint:
             raise ValueError(
-                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve that "
-                "version again, or begin again: a job with --overwrite"
+                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve the old "
+                "version again, or begin again (a job with --overwrite)"
             )
         on_batch(0, sum(it.token_count for it in result.sequences))
         if isinstance(inputs[0], list):
