@@ -412,7 +412,9 @@ def test_a_kept_column_has_one_type_in_all_inputs(tmp_path: Path) -> None:
     nothing = one_file(tmp_path / "b.jsonl", '{"text": "a", "x": null}')
     options = ReadOptions(keep=("x",))
     for others in ([str(number), str(text)], [str(number), fields]):
-        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must have one type"):
+        with pytest.raises(
+            ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*the type must be the same"
+        ):
             plan_of(others, options)
     plan = plan_of([nothing, str(number)], options)
     assert plan.kept_types == {"x": "int32"}
@@ -449,12 +451,14 @@ def test_a_column_with_a_type(tmp_path: Path) -> None:
 def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, value: str, shown: str) -> None:
     """If the type of a column does not hold a value, the job fails. A value is never changed silently."""
     path = one_file(tmp_path / "a.jsonl", '{"text": "a", "x": null}', f'{{"text": "a", "x": {value}}}')
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: --keep x: must be of the type {its}.*was {shown}; begin"):
+    with pytest.raises(
+        ValueError, match=rf"a\.jsonl, line 2: --keep x: must fit into the type {its}.*was {shown}; begin"
+    ):
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
     table = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "x": [2**53 + 1, None]}), table)
     with pytest.raises(
-        ValueError, match=r"a\.parquet, row 1: --keep x: must be of the type double.*was 9007199254740993"
+        ValueError, match=r"a\.parquet, row 1: --keep x: must fit into the type double.*was 9007199254740993"
     ):
         kept_of(plan_of([str(table)], ReadOptions(keep=("x:double",))))
 
@@ -472,7 +476,7 @@ def test_a_kept_text_that_is_not_utf8_is_an_error(tmp_path: Path, name: str) -> 
 )
 def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> None:
     path = one_file(tmp_path / "a.csv", "text,x", "a,1", f"a,{text}")
-    with pytest.raises(ValueError, match=rf"a\.csv, line 3: --keep x: must be of the type double.*was \"{text}\""):
+    with pytest.raises(ValueError, match=rf"a\.csv, line 3: --keep x: must fit into the type double.*was \"{text}\""):
         kept_of(plan_of([path], ReadOptions(keep=("x:double",))))
 
 
@@ -514,7 +518,7 @@ def test_a_column_of_parquet_that_a_type_changes_is_an_error(
     if shown:
         pyarrow.parquet.write_table(pa.table({"text": ["a"] * len(column), "x": column}), path)
         with pytest.raises(
-            ValueError, match=rf"a\.parquet, row {fits + 1}: --keep x: must be of the type {its}.*was {shown}"
+            ValueError, match=rf"a\.parquet, row {fits + 1}: --keep x: must fit into the type {its}.*was {shown}"
         ):
             kept_of(plan_of([path], options))
 
