@@ -51,7 +51,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--lengths",
     type=_FILE,
-    help="JSON: a list of lengths in tokens, or a histogram. Default: lengths of real texts.",
+    help="A JSON file with a list of lengths in tokens, or with a histogram. Default: lengths of real texts.",
 )
 @click.option("--texts", type=_FILE, help="Send the lines of this file instead of random token ids.")
 @click.option(

@@ -1,4 +1,4 @@
-"""The options of the connection to a server. They may stand before or after the name of the command."""
+"""The options of the connection to a server. The options may come before or after the name of the command."""
 
 import functools
 import math
@@ -57,7 +57,8 @@ class Connection:
     Attributes:
         target: The server; see `EncoderClient`.
         timeout_seconds: The time for one message, with all retries.
-        file_timeout_seconds: `timeout_seconds` of commands that read files: enough for a restart of the server.
+        file_timeout_seconds: `timeout_seconds` of commands that read files. The default is enough for a restart of the
+            server.
         tls: The files and the name for TLS; False for plaintext.
         api_key: The key of the server, or None.
         metadata: Names and values for every call.
@@ -104,7 +105,8 @@ class Connection:
 def _outage_lines() -> "Callable[[Outage], None]":
     """Return a function that writes outages on stderr.
 
-    Calls at the same time report the same outage. The function writes one line at its start and one at its end.
+    Concurrent calls report the same outage. The function writes one line when the outage starts, and one line when it
+    ends.
     """
     lock = threading.Lock()
     is_away = False

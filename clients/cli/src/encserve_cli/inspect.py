@@ -36,7 +36,12 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 )
 @text_options
 @rare_option(
-    "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, metavar="N", help="Tokens to print."
+    "--max-rows",
+    type=click.IntRange(min=0),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="The number of tokens to print.",
 )
 @with_client
 def inspect(

@@ -151,11 +151,11 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     elif options["sources"].texts:
         raise click.UsageError("a job reads files; give --input FILE instead of TEXT")
     if "bundle" not in given:
-        _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
+        _check_absent(given, (*_BUNDLE, *_RAY), "needs --bundle")
     elif named := [name for name in ("model", "model_version") if options[name] is not None]:
         raise click.UsageError(f"--{named[0].replace('_', '-')} is for a server; --bundle names the model itself")
     if "ray" not in given:
-        _check_absent(given, _RAY, "goes with --ray")
+        _check_absent(given, _RAY, "needs --ray")
     if "vectors" in given and options["sources"].ids:
         raise click.UsageError("--vectors and --ids do not go together: give one of them")
     if "overwrite" in given and "add_inputs" in given:

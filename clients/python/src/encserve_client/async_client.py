@@ -292,8 +292,8 @@ class AsyncEncoderClient(AsyncTransport):
             kind: As for `embed`, or "tokens" for one row per token.
             exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
             ordered: Whether results come in the order of the inputs. Otherwise results come as soon as they are ready.
-            max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
-                and "sparse", 64 for "tokens" and "multi_vector".
+            max_in_flight: The largest number of inputs that were read but have no yielded result yet. Default: 2,048
+                for "vector" and "sparse", 64 for "tokens" and "multi_vector".
             timeout_seconds: The time limit of one message, from the first attempt until the answer, with retries. Time
                 that the caller spends on results or inputs does not count. Default: `timeout_seconds` of the client.
                 The stream as a whole has no limit.

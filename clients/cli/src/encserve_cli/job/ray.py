@@ -1,7 +1,7 @@
 """A job on a Ray cluster. Each actor has the model and makes parts of the output.
 
-The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room, and
-the actor does the missing parts of its work. `ray.util.ActorPool` is not used, because the pool does not report which
+The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room. The
+actor then makes the missing parts of its work. `ray.util.ActorPool` is not used, because the pool does not report which
 work failed.
 """
 
