@@ -58,8 +58,8 @@ class Settings:
     )
     model: tuple[str, ...] = _setting(
         (),
-        "Model to serve: NAME for its newest version, or NAME@VERSION. May be given several times; the first model is "
-        "the default. Without this setting, all models in the repository are served.",
+        "Model to serve: NAME for the newest version of the model, or NAME@VERSION. May be given several times; the "
+        "first model is the default. Without this setting, all models in the repository are served.",
         section="Options",
     )
     cache_dir: Path | None = _setting(  # noqa: RUF009 - a dataclass field
@@ -149,9 +149,9 @@ class Settings:
     max_batch_tokens: int | None = _setting(
         None,
         "Maximum number of tokens in a batch, padding included (longest sequence x number of sequences). Larger "
-        "batches use the device better until the activations no longer fit into its cache. With larger batches, the "
-        "next caller waits longer. By default, the server measures the value when it first loads the model, and stores "
-        "the value next to the bundle. With --no-tune-batches: 512 on the CPU, 16384 on CUDA.",
+        "batches use the device better, until the activations no longer fit into the cache of the device. With larger "
+        "batches, the next caller waits longer. By default, the server measures the value when it first loads the "
+        "model, and stores the value next to the bundle. With --no-tune-batches: 512 on the CPU, 16384 on CUDA.",
         minimum=1,
         section="Batches and threads",
     )
@@ -349,8 +349,8 @@ class Settings:
     )
     strict_http: bool = _setting(
         False,
-        "Whether HTTP refuses fields that the route does not know. Otherwise it ignores them, with one warning in the "
-        "log for each field name.",
+        "Whether HTTP refuses fields that the route does not know. Otherwise HTTP ignores these fields, with one "
+        "warning in the log for each field name.",
         section="HTTP and other protocols",
     )
     served_model_name: tuple[str, ...] = _setting(

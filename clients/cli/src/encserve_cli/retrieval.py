@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _KIND = click.option(
     "--kind",
     type=click.Choice(["model", "multi_vector", "sparse"]),
-    help="One vector for each text, vectors for MaxSim, or weights over the vocabulary. Default: the kind that the "
-    "model was trained for.",
+    help="model: one vector for each text. multi_vector: several vectors for MaxSim. sparse: weights over the "
+    "vocabulary. Default: the kind that the model was trained for.",
 )
 _POOLING = click.option(
     "--pooling",

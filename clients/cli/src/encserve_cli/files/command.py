@@ -209,7 +209,7 @@ def prints_rows(
             "--dimensions",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Keep only the first N numbers of each vector. Default: all.",
+            help="Keep only the first N numbers of each vector. Default: the model's default dimensions, or all.",
         ),
         rare_option(
             "--dtype",
