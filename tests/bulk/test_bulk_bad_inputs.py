@@ -45,7 +45,7 @@ def numbers(path: Path) -> None:
     ("spoil", "problem"),
     [
         (truncated, "corpus-001.parquet: cannot be read"),
-        (renamed, "corpus-001.parquet: has no column 'text'; it has 'id', 'body': --column chooses one"),
+        (renamed, "corpus-001.parquet: has no column 'text'; the columns are 'id', 'body': choose one with --column"),
         (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
     ],
 )

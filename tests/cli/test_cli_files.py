@@ -226,7 +226,7 @@ async def test_a_text_that_looks_like_a_file_is_refused(
     await encserve(service, "embed", *others, "--truncate", "--output", tmp_path / "v.jsonl")
     assert [json.loads(line)["text"] for line in (tmp_path / "v.jsonl").read_text().splitlines()] == others
     secret = await encserve(service, "embed", "s3://key:secret@bucket/a.csv", status=2)
-    assert "s3://…: must not hold a secret" in secret.stderr
+    assert "s3://…: must not contain a secret" in secret.stderr
 
 
 async def test_an_input_file_of_an_unknown_kind(
@@ -235,9 +235,9 @@ async def test_an_input_file_of_an_unknown_kind(
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     for name, problem in (
-        ("folder", "folder: is a folder; name its files, as folder/*.parquet does"),
+        ("folder", "folder: is a folder; name the files, for example folder/*.parquet"),
         ("s3://bucket/folder", "s3://bucket/folder: must end in .txt, "),
-        ("s3://key:secret@bucket/a.csv", "s3://…: must not hold a secret"),
+        ("s3://key:secret@bucket/a.csv", "s3://…: must not contain a secret"),
         ("https://example.org/a.txt", "https://example.org/a.txt: cannot be read: Unrecognized filesystem type"),
     ):
         result = await encserve(service, "embed", "first", *inputs(name), status=1)
@@ -286,7 +286,7 @@ async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
     with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
         assert file["token_ids"].tolist() == [1, 2, 1, 3, 2, 1, 4, 2, 1, 5, 2]
     wrong = await encserve(service, "encode", "1,x", "--ids", "--output", tmp_path / "not.npz", status=1)
-    assert "argument 1: --ids wants whole numbers, as in 101,2023,102; was '1,x'" in wrong.stderr
+    assert "argument 1: --ids needs whole numbers, such as 101,2023,102; was '1,x'" in wrong.stderr
 
 
 async def test_options_reach_the_server(service: FakeEncoder, tmp_path: Path) -> None:
@@ -304,9 +304,9 @@ async def test_options_reach_the_server(service: FakeEncoder, tmp_path: Path) ->
     [
         ("a.txt", "one", ["--column", "x"], "--column is for .jsonl, .csv, .tsv and .parquet"),
         ("a.jsonl", '{"text": "a"}\n{', [], "a.jsonl, line 2: must be JSON"),
-        ("a.jsonl", '"a"\n[1, 2]', [], "line 2: must be text; was [1, 2]; token ids are read with --ids"),
-        ("a.jsonl", '["a"]', ["--ids"], 'line 1: --ids wants a list of whole numbers; was ["a"]'),
-        ("a.csv", "text,n\none,1\ntwo\n", [], "a.csv, line 3: must have 2 fields as the first line has; had 1"),
+        ("a.jsonl", '"a"\n[1, 2]', [], "line 2: must be text; was [1, 2]; for token ids, give --ids"),
+        ("a.jsonl", '["a"]', ["--ids"], 'line 1: --ids needs a list of whole numbers; was ["a"]'),
+        ("a.csv", "text,n\none,1\ntwo\n", [], "a.csv, line 3: must have 2 fields, like the first line; had 1"),
         (
             "a.parquet.gz",
             "not known",

@@ -151,8 +151,8 @@ def test_ids(stub: StubClient) -> None:
     ("changes", "arguments", "status", "text"),
     [
         ({}, ["a", "b"], 1, "inspect takes one text"),
-        ({}, ["--ids", "1,x"], 1, "--ids wants whole numbers, as in 101,2023,102; was '1,x'"),
-        ({}, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
+        ({}, ["--ids", "1,x"], 1, "--ids needs whole numbers, such as 101,2023,102; was '1,x'"),
+        ({}, ["a", "--layers", "-1"], 2, "must be whole numbers of at least 0, with commas between them; was '-1'"),
         ({"input_kind": "embeddings"}, ["a"], 1, "takes vectors, and this command takes none; call client.inspect"),
         ({"n_layers": 0, "can_inspect": False}, ["a", "--layers", "3"], 1, "Error: no graph for it"),
     ],

@@ -123,7 +123,11 @@ COMMANDS = [
     Mistake("embed hello --task query", "--task 'query': model tiny has no tasks"),
     Mistake("tokenize hello --task query", "--task 'query': model tiny has no tasks"),
     Mistake("embed hello --prompt-name nope", "--prompt-name 'nope': model tiny has the prompts 'q'"),
-    Mistake("encode hello --dtype int8", "--dtype 'int8': 'tokens' has the types 'float32', 'float16'"),
+    Mistake(
+        "encode hello --dtype int8",
+        "Invalid value for '--dtype': 'int8' is not one of 'float32', 'float16'.",
+        status=2,
+    ),
     Mistake("embed hello --dimensions 9", "--dimensions must be at most 4, the width of model tiny; was 9"),
     Mistake(
         "embed hello --dimensions -1",
@@ -147,7 +151,7 @@ COMMANDS = [
     Mistake("embed --input empty.txt", "no input was found in empty.txt; give a file with at least one line or row"),
     Mistake(
         "embed --input rows.jsonl",
-        "rows.jsonl, line 1: has no column 'text'; it has 'title', 'body': --column chooses one",
+        "rows.jsonl, line 1: has no column 'text'; the columns are 'title', 'body': choose one with --column",
     ),
     Mistake(
         "embed --input broken.parquet",
@@ -159,7 +163,7 @@ COMMANDS = [
         "long.txt, line 2: must be at most 32 tokens (max_sequence_tokens of tiny); was 44. Set truncate, or split "
         "the input (--truncate)",
     ),
-    Mistake("embed hello --ids", "argument 1: --ids wants whole numbers, as in 101,2023,102; was 'hello'"),
+    Mistake("embed hello --ids", "argument 1: --ids needs whole numbers, such as 101,2023,102; was 'hello'"),
     Mistake("similarity hello", "similarity needs at least 2 texts; was 1"),
     # The outputs
     Mistake(
@@ -179,7 +183,7 @@ COMMANDS = [
     Mistake("embed hello --output job/", "a job reads files; give --input FILE instead of TEXT", status=2),
     Mistake(
         "embed --input t.txt --output job/ --shard 3/2",
-        "Invalid value for '--shard': must be I/N with I from 0 to N-1, as 0/8; was 3/2",
+        "Invalid value for '--shard': must be I/N with I from 0 to N-1, for example 0/8; was 3/2",
         status=2,
     ),
     Mistake(

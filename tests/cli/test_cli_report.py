@@ -250,6 +250,6 @@ def test_a_long_document_has_the_most_similar_vectors(monkeypatch: pytest.Monkey
     by_similarity = [column for column in (-products.max(axis=0)).argsort().tolist() if column not in best]
     assert shown == sorted([*set(best), *by_similarity[: 6 - len(set(best))]])
     assert sum(figure["added"]) == pytest.approx(maxsim(query.vectors, document.vectors), rel=1e-5)
-    assert "6 of 100 vectors, those most similar to a vector of the query" in first["lead"]
+    assert "the 6 of 100 vectors that are most similar to a vector of the query" in first["lead"]
     assert "This document's 7 vectors are left out, so that the page stays small" in second["lead"]
     assert "figure" not in second | third

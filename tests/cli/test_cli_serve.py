@@ -35,7 +35,10 @@ def test_the_precision_of_an_export_is_not_the_precision_of_the_server() -> None
     [
         ([], "give MODEL, such as sentence-transformers/all-MiniLM-L6-v2, or --model-repository"),
         (["tiny", "--model-repository", "."], "give MODEL, such as"),
-        (["one/tiny", "--model", "tiny"], "--model goes with --model-repository; give its models as MODEL instead"),
+        (
+            ["one/tiny", "--model", "tiny"],
+            "--model needs --model-repository; without --model-repository, give the models as MODEL",
+        ),
         (["one/tiny", "two/tiny/1"], "two models are named tiny; give one another name, as NAME=MODEL"),
         (
             ["nowhere"],

@@ -79,9 +79,9 @@ MISTAKES = {
     ),
     "no PyTorch": Mistake(
         "owner/small",
-        "owner/small: is a checkpoint, not yet a bundle, and its export needs PyTorch (1.4 GB of disk space with "
-        'PyTorch\'s CPU build): pip install "encserve[export]". Or run `encserve pull owner/small --to models` on '
-        "another machine, and use models/small here",
+        "owner/small is a checkpoint and must be exported first. The export needs PyTorch (1.4 GB on disk for the CPU "
+        'build). Install PyTorch with: pip install "encserve[export]". Or run `encserve pull owner/small --to models` '
+        "on another machine, and use models/small here",
         missing=("torch",),
     ),
     "a gated model": Mistake(

@@ -455,17 +455,17 @@ def test_progress_of_many_threads_never_goes_back() -> None:
         *((flags, flags[0]) for flags in (["--vectors"], ["--keep", "id"], ["--overwrite"], ["--add-inputs"])),
         *((flags, flags[0]) for flags in (["--max-rejected", "0"], ["--ray", "auto"])),
         (["--output", "file.npy", "--max-rejected", "0"], "--max-rejected"),
-        (["--device", "cpu"], "--device goes with --bundle"),
+        (["--device", "cpu"], "--device needs --bundle"),
         (["--bundle", "b", "--overwrite"], "--overwrite"),
-        (["--output", "folder/", "--engine", "openvino"], "--engine goes with --bundle"),
-        (["--output", "folder/", "--max-batch-tokens", "512"], "--max-batch-tokens goes with --bundle"),
-        (["--output", "folder/", "--cache-dir", "c"], "--cache-dir goes with --bundle"),
-        (["--output", "folder/", "--ray", "auto"], "--ray goes with --bundle"),
-        (["--output", "folder/", "--bundle", "b", "--actors", "2"], "--actors goes with --ray"),
+        (["--output", "folder/", "--engine", "openvino"], "--engine needs --bundle"),
+        (["--output", "folder/", "--max-batch-tokens", "512"], "--max-batch-tokens needs --bundle"),
+        (["--output", "folder/", "--cache-dir", "c"], "--cache-dir needs --bundle"),
+        (["--output", "folder/", "--ray", "auto"], "--ray needs --bundle"),
+        (["--output", "folder/", "--bundle", "b", "--actors", "2"], "--actors needs --ray"),
         (["--output", "folder/", "--bundle", "b", "--model", "m"], "--model is for a server"),
         (["--output", "folder/", "--bundle", "b", "--model-version", "1"], "--model-version is for a server"),
-        (["--output", "folder/", "--vectors", "--ids"], "--vectors or --ids"),
-        (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite or --add-inputs"),
+        (["--output", "folder/", "--vectors", "--ids"], "--vectors and --ids do not go together"),
+        (["--output", "folder/", "--overwrite", "--add-inputs"], "--overwrite and --add-inputs do not go together"),
         (["--shard", "0/2"], "--shard"),
         (["--output", "folder/", "--shard", "1"], "must be I/N"),
         (["--output", "folder/", "--shard", "0/2", "--overwrite"], "--shard"),
@@ -797,7 +797,7 @@ async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
 def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match="bundle or client: give one of them"):
         embed_files([source], folder)
-    with EncoderClient("127.0.0.1:1") as client, pytest.raises(ValueError, match="engine: is for a bundle"):
+    with EncoderClient("127.0.0.1:1") as client, pytest.raises(ValueError, match="engine can be used only with bundle"):
         embed_files([source], folder, client=client, engine=EngineOptions())
     with pytest.raises(ValueError, match="model, model_version: are for a client"):
         embed_files([source], folder, bundle="b", model="m")
@@ -1108,8 +1108,8 @@ def test_a_plan_that_cannot_be_read_is_named(run_words: Callable[..., Result], f
         (folder / "_job.json").write_bytes(data)
         result = run_words(Words())
         assert result.exit_code == 1
-        assert f"{folder}/_job.json: is not the file of a job: " in result.stderr
-        assert "--overwrite begins again" in result.stderr
+        assert f"{folder}/_job.json: is not the plan of a job: " in result.stderr
+        assert "begin again with --overwrite" in result.stderr
     assert run_words(Words(), "--overwrite").exit_code == 0
 
 
@@ -1161,7 +1161,7 @@ def test_a_shard_does_not_overwrite_the_parts_of_other_shards(tmp_path: Path, fo
     with words_job(source, Words(), shard=Shard(0, 2)) as job:
         job.run()
     before = files_in(folder)
-    with pytest.raises(ValueError, match="overwrite must be False with shard, because it would remove the parts of"):
+    with pytest.raises(ValueError, match="overwrite cannot be used with shard: overwrite would remove the parts of"):
         words_job(source, Words(), shard=Shard(1, 2), overwrite=True)
     assert files_in(folder) == before
 

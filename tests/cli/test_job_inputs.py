@@ -247,27 +247,27 @@ def test_a_row_without_a_usable_text_is_a_problem_of_that_row(tmp_path: Path) ->
     assert rows.problems[2].startswith("must be JSON: ")
     assert [rows.problems[i] for i in range(3, 6)] == [
         "is null",
-        "must be text; was 5; token ids are read with --ids",
-        "has no column 'text'; it has 'n', 'm': --column chooses one",
+        "must be text; was 5; for token ids, give --ids",
+        "has no column 'text'; the columns are 'n', 'm': choose one with --column",
     ]
     assert rows.problems[7].startswith("must be JSON: ")
-    assert rows.problems[8] == rows.problems[9] == "must be UTF-8; was not at character 1"
+    assert rows.problems[8] == rows.problems[9] == "must be UTF-8; character 1 is not"
     assert rows.problems[10].startswith("must be JSON: ")
     rows = rows_of(one_file(tmp_path / "a.csv", "n,text", "1,a", "2", "3,b,c", "4,b\udcff", "5,"))
     assert rows.values == ["a", None, None, None, ""]
     assert rows.problems == {
-        1: "must have 2 fields as the first line has; had 1",
-        2: "must have 2 fields as the first line has; had 3",
-        3: "must be UTF-8; was not at character 2",
+        1: "must have 2 fields, like the first line; had 1",
+        2: "must have 2 fields, like the first line; had 3",
+        3: "must be UTF-8; character 2 is not",
     }
     assert rows.numbers == [2, 3, 4, 5, 6]
-    assert rows_of(one_file(tmp_path / "a.txt", "a", "\udcfe")).problems == {1: "must be UTF-8; was not at character 1"}
+    assert rows_of(one_file(tmp_path / "a.txt", "a", "\udcfe")).problems == {1: "must be UTF-8; character 1 is not"}
     texts = pa.array([b"a", b"b\xff", None, b""], pa.binary())
     damaged = pa.Array.from_buffers(pa.string(), 4, texts.buffers(), texts.null_count)
     pyarrow.parquet.write_table(pa.table({"text": damaged}), tmp_path / "a.parquet")
     rows = rows_of(str(tmp_path / "a.parquet"))
     assert rows.values == ["a", None, None, ""]
-    assert rows.problems == {1: "must be UTF-8; was not at character 2", 2: "is null"}
+    assert rows.problems == {1: "must be UTF-8; character 2 is not", 2: "is null"}
 
 
 def test_token_ids(tmp_path: Path) -> None:
@@ -278,12 +278,12 @@ def test_token_ids(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pa.table({"ids": pa.array(ids, its)}), path)
         rows = rows_of(str(path), input_kind="ids")
         assert rows.values == [[1, 2], None, None, None, [2**31]]
-        assert rows.problems == {1: "is empty", 2: "is null", 3: "--ids wants a list of whole numbers; was [3, null]"}
+        assert rows.problems == {1: "is empty", 2: "is null", 3: "--ids needs a list of whole numbers; was [3, null]"}
     lines = ["[1, 2]", '{"text": [3]}', '"4, 5"', "[true]", "[1.5]", "[]", f"[{2**63}]", '"x"']
     rows = rows_of(one_file(tmp_path / "a.jsonl", *lines), input_kind="ids")
     assert rows.values == [[1, 2], [3], [4, 5], *[None] * 5]
     assert rows.problems[5] == "is empty"
-    assert rows.problems[6] == f"--ids wants numbers of at most 64 bits; was {2**63}"
+    assert rows.problems[6] == f"--ids needs numbers of at most 64 bits; was {2**63}"
     assert rows_of(one_file(tmp_path / "a.csv", "text", "1 2", '"3,4"'), input_kind="ids").values == [[1, 2], [3, 4]]
 
 
@@ -412,7 +412,9 @@ def test_a_kept_column_has_one_type_in_all_inputs(tmp_path: Path) -> None:
     nothing = one_file(tmp_path / "b.jsonl", '{"text": "a", "x": null}')
     options = ReadOptions(keep=("x",))
     for others in ([str(number), str(text)], [str(number), fields]):
-        with pytest.raises(ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*must have one type"):
+        with pytest.raises(
+            ValueError, match=r"--keep x: is int32 in .*a\.parquet and \w+ in .*the type must be the same"
+        ):
             plan_of(others, options)
     plan = plan_of([nothing, str(number)], options)
     assert plan.kept_types == {"x": "int32"}
@@ -449,12 +451,14 @@ def test_a_column_with_a_type(tmp_path: Path) -> None:
 def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, value: str, shown: str) -> None:
     """If the type of a column does not hold a value, the job fails. A value is never changed silently."""
     path = one_file(tmp_path / "a.jsonl", '{"text": "a", "x": null}', f'{{"text": "a", "x": {value}}}')
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: --keep x: must be of the type {its}.*was {shown}; begin"):
+    with pytest.raises(
+        ValueError, match=rf"a\.jsonl, line 2: --keep x: must fit into the type {its}.*was {shown}; begin"
+    ):
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
     table = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "x": [2**53 + 1, None]}), table)
     with pytest.raises(
-        ValueError, match=r"a\.parquet, row 1: --keep x: must be of the type double.*was 9007199254740993"
+        ValueError, match=r"a\.parquet, row 1: --keep x: must fit into the type double.*was 9007199254740993"
     ):
         kept_of(plan_of([str(table)], ReadOptions(keep=("x:double",))))
 
@@ -472,7 +476,7 @@ def test_a_kept_text_that_is_not_utf8_is_an_error(tmp_path: Path, name: str) -> 
 )
 def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> None:
     path = one_file(tmp_path / "a.csv", "text,x", "a,1", f"a,{text}")
-    with pytest.raises(ValueError, match=rf"a\.csv, line 3: --keep x: must be of the type double.*was \"{text}\""):
+    with pytest.raises(ValueError, match=rf"a\.csv, line 3: --keep x: must fit into the type double.*was \"{text}\""):
         kept_of(plan_of([path], ReadOptions(keep=("x:double",))))
 
 
@@ -514,7 +518,7 @@ def test_a_column_of_parquet_that_a_type_changes_is_an_error(
     if shown:
         pyarrow.parquet.write_table(pa.table({"text": ["a"] * len(column), "x": column}), path)
         with pytest.raises(
-            ValueError, match=rf"a\.parquet, row {fits + 1}: --keep x: must be of the type {its}.*was {shown}"
+            ValueError, match=rf"a\.parquet, row {fits + 1}: --keep x: must fit into the type {its}.*was {shown}"
         ):
             kept_of(plan_of([path], options))
 
@@ -522,9 +526,14 @@ def test_a_column_of_parquet_that_a_type_changes_is_an_error(
 @pytest.mark.parametrize(
     ("name", "lines", "options", "problem"),
     [
-        ("a.csv", ["n,m", "1,2"], {}, r"a\.csv, line 1: has no column 'text'; it has 'n', 'm': --column chooses one"),
+        (
+            "a.csv",
+            ["n,m", "1,2"],
+            {},
+            r"a\.csv, line 1: has no column 'text'; the columns are 'n', 'm': choose one with --column",
+        ),
         ("a.csv", ["text,n", '"a'], {}, r"a\.csv, line 2: unexpected end of data"),
-        ("a.csv", ["text", "a"], {"keep": ("x",)}, r"a\.csv: has no column 'x' for --keep; it has 'text'"),
+        ("a.csv", ["text", "a"], {"keep": ("x",)}, r"a\.csv: has no column 'x' for --keep; the columns are 'text'"),
         ("a.csv", ["x,y", "a,b"], {"column": "x", "keep": ("x",)}, "--keep x: is the column of the inputs"),
         ("a.csv", ["x", "a"], {"keep": ("x",)}, "--keep x: is the column of the inputs"),
         ("a.csv", ["text", "a"], {"keep": ("x", "x")}, "--keep x: is given twice"),
@@ -551,11 +560,11 @@ def test_a_column_of_another_type_is_an_error(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, path)
     for column, kind, problem in (
         (None, "text", r"column 'text' must be of text; its type is int64$"),
-        ("ids", "text", r"must be of text; its type is list<.*int64>; token ids are read with --ids"),
+        ("ids", "text", r"must be of text; its type is list<.*int64>; for token ids, give --ids"),
         ("text", "ids", "must be of lists of whole numbers; its type is int64"),
         ("vectors", "ids", "must be of lists of whole numbers; its type is list"),
         ("ids", "vectors", "must be of lists of lists of floating-point numbers; its type is list"),
-        ("x", "text", r"a\.parquet: has no column 'x'; it has 'text', 'ids', 'vectors', 'other'"),
+        ("x", "text", r"a\.parquet: has no column 'x'; the columns are 'text', 'ids', 'vectors', 'other'"),
     ):
         with pytest.raises(ValueError, match=problem):
             plan_of([path], ReadOptions(kind, column))  # type: ignore[arg-type]
@@ -587,7 +596,7 @@ def test_arguments_of_a_job_are_files_that_can_be_read_again(tmp_path: Path, mon
         (["a text"], "a text: there is no such file; inputs end in .txt"),
         (["a.txt", str(path)], "a.txt: is given twice"),
         (["b.xlsx"], "b.xlsx: is a file of an unknown kind; known kinds: .txt"),
-        (["folder.parquet"], r"folder.parquet: is a folder; name its files, as folder.parquet/\*.parquet does"),
+        (["folder.parquet"], r"folder.parquet: is a folder; name the files, for example folder.parquet/\*.parquet"),
         (["https://example.org/a.csv"], "https://example.org/a.csv: cannot be read: Unrecognized filesystem type"),
         (["s3://bucket/folder"], "s3://bucket/folder: must end in .txt"),
         (["s3://bucket/a b.csv"], "s3://bucket/a b.csv: cannot be read: Cannot parse URI"),

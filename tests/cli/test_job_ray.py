@@ -114,7 +114,9 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
 def test_a_part_that_ends_an_actor_three_times_ends_the_job(tmp_path: Path, options: RayOptions) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{DEADLY if i == 22 else i}\n" for i in range(60)))
-    with pytest.raises(RuntimeError, match=r"^an actor died 3 times at part-00000-000004 or .*a\.txt\. Perhaps"):
+    with pytest.raises(
+        RuntimeError, match=r"^an actor died 3 times while it made part-00000-000004 or .*a\.txt\. Perhaps"
+    ):
         embed([str(path)], tmp_path / "out", RayBackend(FakeBackend(), options))
     assert not (tmp_path / "out" / "part-00000-000004.parquet").exists()
 

@@ -360,7 +360,7 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_a_client_cannot_be_pickled(client: Any) -> None:
     """Ray and multiprocessing pickle the clients that a function uses. The error has an advice."""
-    text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a client in each process"
+    text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a new client in the function"
     for settings in ({}, {"tls": Tls()}):
         with pytest.raises(TypeError, match=text):
             pickle.dumps({"client": client(**settings)})

@@ -103,7 +103,7 @@ def test_channel_options() -> None:
         ({"metadata": ["ab"]}, r"metadata must be a dict or a list of \(key, value\) pairs"),
         ({"metadata": {5: "x"}}, "a metadata key must be a str; was int"),
         ({"metadata": {"Upper": "x"}}, "metadata must have names of a-z, .* was 'Upper'"),
-        ({"metadata": [("x", "ü")]}, "metadata must have values of printable ASCII; 'x' has another"),
+        ({"metadata": [("x", "ü")]}, "metadata must have values of printable ASCII; the value of 'x' has other"),
         ({"metadata": {"x": 5}}, "metadata must have values of printable ASCII"),
         ({"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
         ({"timeout_seconds": None}, "timeout_seconds must be a number; was NoneType"),

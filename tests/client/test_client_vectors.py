@@ -89,7 +89,8 @@ def test_the_error_of_a_number_too_large_for_float32_has_row_and_column(value: f
     array = vectors(5, 4, np.float64)
     array[1, 2] = value
     with pytest.raises(
-        InvalidInputError, match=r"^inputs\[7\] must be at most 3.40282e\+38, to fit into float32, in row 1, column 2"
+        InvalidInputError,
+        match=r"^inputs\[7\] must have a magnitude of at most 3.40282e\+38, to fit into float32, in row 1, column 2",
     ):
         pack_input(array, "inputs[7]")
 

@@ -58,17 +58,17 @@ class Settings:
     )
     model: tuple[str, ...] = _setting(
         (),
-        "Model to serve: NAME for its newest version, or NAME@VERSION. May be given several times; the first model is "
-        "the default. Without this setting, all models in the repository are served.",
+        "Model to serve: NAME for the newest version of the model, or NAME@VERSION. May be given several times; the "
+        "first model is the default. Without this setting, all models in the repository are served.",
         section="Options",
     )
     cache_dir: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "Folder for weights in the layout of ONNX Runtime's CPU kernels. All sessions and all processes of this user "
         "map these files, so the weights are in memory only once. For each graph, the files take about 1.8 times the "
-        "disk space of the weights. The folder must not be in memory (tmpfs). If the folder is not usable, for example "
-        "because another user may write to it, the server logs this, and each session has a copy of the weights. off "
-        "disables the folder. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
+        "disk space of the weights. The folder must not be in memory (tmpfs). The folder is not usable if, for "
+        "example, another user may write to it. The server then logs this, and each session has its own copy of the "
+        "weights. off disables the folder. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
         section="Models",
     )
     latest_versions: int = _setting(
@@ -81,16 +81,16 @@ class Settings:
     )
     model_poll_seconds: float = _setting(
         10.0,
-        "Seconds between checks of the model repository for new versions. A new version is loaded when two checks in a "
-        "row find the same files; the old version is served until the new version is ready. With 0, the server checks "
-        "only at SIGHUP. SIGHUP always loads at once.",
+        "Seconds between checks of the model repository for new versions. The server loads a new version when two "
+        "checks in a row find the same files. It serves the old version until the new version is ready. With 0, the "
+        "server checks only at SIGHUP. SIGHUP always loads at once.",
         minimum=0,
         section="Models",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",
-        "Device for the models. With cuda, the server does not start if CUDA cannot be loaded. In this case, auto uses "
-        "the CPU; the log and encserve_model_info show the device in use.",
+        "Device for the models. With cuda, the server does not start if CUDA cannot be loaded. If CUDA cannot be "
+        "loaded, auto uses the CPU. The log and the metric encserve_model_info show the device.",
         section="Options",
     )
     engine: Literal["onnxruntime", "openvino"] = _setting(
@@ -100,9 +100,9 @@ class Settings:
     )
     precision: Literal["model", "float32", "bfloat16"] = _setting(
         "model",
-        "Number type in which the models compute. model means the type of the bundle. bfloat16 needs --engine openvino "
-        "and a CPU with AVX512-BF16 or AMX; vectors then differ from float32 by about 1 % of their norm. If the "
-        "precision is not available, the server does not start.",
+        "Number type in which the models compute. model means the number type of the bundle. bfloat16 needs --engine "
+        "openvino and a CPU with AVX512-BF16 or AMX; vectors then differ from float32 by about 1 % of their norm. If "
+        "the precision is not available, the server does not start.",
         section="Models",
     )
     host: str = _setting(
@@ -122,16 +122,16 @@ class Settings:
     http_port: int | None = _setting(
         None,
         "Port for embeddings over HTTP, for example with the API of OpenAI or text-embeddings-inference "
-        "(docs/http.md); 0 means a free port. Needs encserve[http]. Default: no HTTP.",
+        "(docs/http.md); 0 means a free port. Needs encserve[http]. encserve-server has no HTTP port by default.",
         minimum=0,
         maximum=65535,
         section="Options",
     )
     tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
-        "PEM file with the certificate of the server and the intermediate certificates. With it, gRPC, HTTP and the "
-        "metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it changes. Needs "
-        "encserve[tls]. Default: plaintext.",
+        "PEM file with the certificate of the server and the intermediate certificates. If this file is set, gRPC, "
+        "HTTP and the metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it "
+        "changes. Needs encserve[tls]. Default: plaintext.",
         section="Callers and encryption",
     )
     tls_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
@@ -141,16 +141,17 @@ class Settings:
     )
     tls_client_ca_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
-        "PEM file with the certificate authorities of the callers. With it, callers of gRPC, HTTP and /metrics need a "
-        "certificate from one of these authorities; /healthz needs none. Default: callers need no certificate.",
+        "PEM file with the certificate authorities of the callers. If this file is set, callers of gRPC, HTTP and "
+        "/metrics need a certificate from one of these authorities. /healthz needs no certificate. Default: callers "
+        "need no certificate.",
         section="Callers and encryption",
     )
     max_batch_tokens: int | None = _setting(
         None,
         "Maximum number of tokens in a batch, padding included (longest sequence x number of sequences). Larger "
-        "batches use the device better until the activations no longer fit into its cache. With larger batches, the "
-        "next caller waits longer. Default: measured when the model is loaded for the first time, and stored next to "
-        "its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
+        "batches use the device better, until the activations no longer fit into the cache of the device. With larger "
+        "batches, the next caller waits longer. By default, the server measures the value when it first loads the "
+        "model, and stores the value next to the bundle. With --no-tune-batches: 512 on the CPU, 16384 on CUDA.",
         minimum=1,
         section="Batches and threads",
     )
@@ -228,15 +229,15 @@ class Settings:
         None,
         "Maximum memory for requests and replies of all protocols together, in MiB. A reply counts until it is sent. "
         "Calls beyond the limit are refused with RESOURCE_EXHAUSTED, over HTTP with 429. Default: a quarter of the "
-        "memory that this process may use, at most 1024, but at least the size of the largest request and the largest "
-        "reply.",
+        "memory that this process may use, at most 1024. But the default is never less than the largest request and "
+        "the largest reply together.",
         minimum=1,
         section="Limits",
     )
     max_connections: int = _setting(
         1000,
-        "Maximum number of open connections on the gRPC port, and also on the HTTP port. A new connection beyond the "
-        "limit closes an idle connection.",
+        "Maximum number of open connections on each port, gRPC and HTTP. A new connection beyond the limit closes an "
+        "idle connection.",
         minimum=1,
         section="Limits",
     )
@@ -254,8 +255,8 @@ class Settings:
     )
     max_inspect_tokens: int = _setting(
         256,
-        "Maximum length of a sequence for Inspect, in tokens. The size of attention weights grows with the square of "
-        "the length: with 12 layers of 12 heads, 256 tokens give 38 MB and 512 tokens 151 MB.",
+        "Maximum length of a sequence for Inspect, in tokens. Attention weights grow with the square of the length. "
+        "Example with 12 layers of 12 heads: 38 MB for 256 tokens, 151 MB for 512.",
         minimum=1,
         section="Inspections",
     )
@@ -276,7 +277,8 @@ class Settings:
         None,
         "Maximum number of batches that run at the same time. On the CPU, the batches divide --intra-op-threads among "
         "them, and a single batch uses all threads. A higher value uses the CPU better if many requests wait. Above 1, "
-        "the weights are in memory twice if --cache-dir is off. Default: one for each thread, at most 8; on CUDA 2.",
+        "the weights are in memory twice if --cache-dir is off. Default on the CPU: one for each thread, at most 8. "
+        "Default on CUDA: 2.",
         minimum=1,
         section="Batches and threads",
     )
@@ -347,8 +349,8 @@ class Settings:
     )
     strict_http: bool = _setting(
         False,
-        "Whether HTTP refuses fields that the route does not know. Otherwise it ignores them, with one warning in the "
-        "log for each field name.",
+        "Whether HTTP refuses fields that the route does not know. Otherwise HTTP ignores these fields, with one "
+        "warning in the log for each field name.",
         section="HTTP and other protocols",
     )
     served_model_name: tuple[str, ...] = _setting(
@@ -406,10 +408,10 @@ class Settings:
     )
     trust_fairness_id: bool = _setting(
         False,
-        "Whether the header x-gateway-inference-fairness-id names the caller in metrics, logs and shares, with at most "
-        "128 names. With --callers, the server accepts the header only from callers with proxy = true. Without "
-        "--callers, it accepts the header from all callers. Then use the setting only if all calls come through a "
-        "proxy that sets the header.",
+        "Whether the header x-gateway-inference-fairness-id names the caller in metrics, in logs and in fair sharing "
+        "(docs/callers.md). At most 128 names. With --callers, the server accepts the header only from callers with "
+        "proxy = true. Without --callers, the server accepts the header from all callers. In this case, use the "
+        "setting only if all calls come through a proxy that sets the header.",
         section="Callers and encryption",
     )
     access_log: bool = _setting(

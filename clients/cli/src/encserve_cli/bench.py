@@ -1,5 +1,6 @@
 """The options of `encserve bench`. The slow imports are in `bench_run`, so that the help is fast."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=SectionCommand)
-@connection_options
+@partial(connection_options, has_input=False)
 @click.option(
     "--concurrency",
     type=click.IntRange(1, 4096),
@@ -37,7 +38,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="The measured time of each row.",
+    help="The duration of the measurement for each row.",
 )
 @rare_option(
     "--warmup-seconds",
@@ -45,12 +46,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="The time of load before the measured time.",
+    help="The duration of the warm-up, before the measurement.",
 )
 @click.option(
     "--lengths",
     type=_FILE,
-    help="JSON: a list of lengths in tokens, or a histogram. Default: lengths of real texts.",
+    help="A JSON file with a list of lengths in tokens, or with a histogram. Default: lengths of real texts.",
 )
 @click.option("--texts", type=_FILE, help="Send the lines of this file instead of random token ids.")
 @click.option(
@@ -92,9 +93,9 @@ def bench(
 ) -> None:
     """Load a server, and report throughput, latencies and errors.
 
-    --concurrency and --rate may be repeated. The report has a row for each value. With --rate a latency starts when the
-    call was due, even if the call was sent late. Ctrl-C ends the load at once. The report then has the calls that ended
-    before. The exit status is 1 if a row has no answered call.
+    --concurrency and --rate may be repeated. The report has a row for each value. With --rate, the latency of a call is
+    measured from the time when the call was due, even if the call was sent late. Ctrl-C ends the load at once. The
+    report then has the calls that ended before. The exit status is 1 if a row has no answered call.
     """
     from encserve_cli import bench_run
     from encserve_cli.load.calls import Request

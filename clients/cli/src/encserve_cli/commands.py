@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -72,7 +73,7 @@ def cli(context: click.Context) -> None:
 @cli.command(cls=SectionCommand)
 @connection_options
 @reads_inputs
-@prints_rows
+@partial(prints_rows, suffixes=(".npz", ".jsonl", ".parquet"), dtypes=("float32", "float16"))
 @model_options
 @text_options
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
@@ -81,7 +82,7 @@ def encode(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Print one vector per token of each TEXT.
 
     \b
-    --output FILE, by the suffix of FILE:
+    The suffix of --output FILE sets the format:
       .npz          rows (all tokens, d_model), lengths (texts,) and token_ids;
                     rows by text: np.split(rows, np.cumsum(lengths)[:-1])
       .jsonl        a line for each text
@@ -96,7 +97,7 @@ def encode(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 
 @cli.command(cls=SectionCommand)
-@connection_options
+@partial(connection_options, has_input=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @with_client
 def models(client: "EncoderClient", as_json: bool) -> None:

@@ -1,9 +1,9 @@
-"""The options of the connection to a server. They may stand before or after the name of the command."""
+"""The options of the connection to a server. The options may come before or after the name of the command."""
 
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 FILE_TIMEOUT_SECONDS = 300.0
 Client = TypeVar("Client")
 
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {  # flag → arguments of `click.option`
+_OPTIONS: dict[str, dict[str, Any]] = {  # flag → arguments of `click.option`
     "--target": {
         "default": "localhost:50051",
         "show_default": True,
@@ -31,8 +31,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {  # flag → arguments of `click.op
     "--timeout": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "The time for one message, with all retries. Many texts are several messages. Default: 30, "
-        "or 300 with --input.",
+        "help": "The time for one message, with all retries. Many texts are sent as several messages.",
     },
     "--tls": {"is_flag": True, "help": "Encrypt, and check the server's certificate."},
     "--ca": {"type": click.Path(path_type=Path), "help": "PEM file of trusted authorities; implies --tls."},
@@ -58,7 +57,8 @@ class Connection:
     Attributes:
         target: The server; see `EncoderClient`.
         timeout_seconds: The time for one message, with all retries.
-        file_timeout_seconds: `timeout_seconds` of commands that read files: enough for a restart of the server.
+        file_timeout_seconds: `timeout_seconds` of commands that read files. The default is enough for a restart of the
+            server.
         tls: The files and the name for TLS; False for plaintext.
         api_key: The key of the server, or None.
         metadata: Names and values for every call.
@@ -105,7 +105,8 @@ class Connection:
 def _outage_lines() -> "Callable[[Outage], None]":
     """Return a function that writes outages on stderr.
 
-    Calls at the same time report the same outage. The function writes one line at its start and one at its end.
+    Concurrent calls report the same outage. The function writes one line when the outage starts, and one line when it
+    ends.
     """
     lock = threading.Lock()
     is_away = False
@@ -123,11 +124,15 @@ def _outage_lines() -> "Callable[[Outage], None]":
     return show
 
 
-def connection_options(command: Command) -> Command:
+def connection_options(command: Command, *, has_input: bool = True) -> Command:
     """Add the connection options to a command.
 
     `click.Context.obj` is then a `Connection`. Options after the name of the command override options before the name.
+
+    `has_input`: whether the command has --input, which changes the default of --timeout.
     """
+    timeout = dict(_OPTIONS["--timeout"])
+    timeout["help"] += f" Default: 30{', or 300 with --input' if has_input else ''}."
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -143,7 +148,7 @@ def connection_options(command: Command) -> Command:
         wrapper,
         *(
             click.option(flag, cls=SectionOption, section=CONNECTION, envvar=f"ENCSERVE_{_name(flag).upper()}", **its)
-            for flag, its in _OPTIONS.items()
+            for flag, its in (_OPTIONS | {"--timeout": timeout}).items()
         ),
     )
 

@@ -16,7 +16,8 @@ _NAMES = ("pooling", "max_sequence_tokens", "ignore_head", "ids_only")
 def makes_bundles(command: F, precision_flag: str = "--precision") -> F:
     """Add the options of exports. `take_options` reads them.
 
-    `precision_flag` is the flag of the precision. `serve` has another flag, because its --precision is the server's.
+    `precision_flag` is the flag of the precision. The flag of `serve` is --export-precision, because --precision of
+    `serve` is a setting of the server.
     """
     return with_options(
         command,
@@ -31,13 +32,13 @@ def makes_bundles(command: F, precision_flag: str = "--precision") -> F:
         click.option(
             "--pooling",
             metavar="NAME",
-            help="The pooling that the model was trained with, if its files do not name one: mean, cls, last_token, …",
+            help="The pooling of the model, if the files of the model do not name one: mean, cls, last_token, …",
         ),
         click.option(
             "--max-sequence-tokens",
             type=click.IntRange(min=1),
             metavar="N",
-            help="The longest sequence of an exported bundle. Default: from the files of the model.",
+            help="The longest sequence of an exported bundle, in tokens. Default: the limit in the files of the model.",
         ),
         click.option(
             "--ignore-head",
@@ -45,7 +46,9 @@ def makes_bundles(command: F, precision_flag: str = "--precision") -> F:
             help="Export the encoder of a classifier or a cross-encoder, without its head.",
         ),
         click.option(
-            "--ids-only", is_flag=True, help="Export a checkpoint without a tokenizer; it takes token ids only."
+            "--ids-only",
+            is_flag=True,
+            help="For a checkpoint that has no tokenizer. The exported model takes token ids only.",
         ),
     )
 

@@ -22,7 +22,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
     except ValueError:
         found = ()
     if not found or min(found) < 0:
-        raise click.BadParameter(f"must be whole numbers from 0 with commas between them; was {value!r}")
+        raise click.BadParameter(f"must be whole numbers of at least 0, with commas between them; was {value!r}")
     return found
 
 
@@ -31,10 +31,17 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @reads_inputs
 @model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
-@click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all layers.")
+@click.option(
+    "--layers", callback=_numbers, metavar="N,N,…", help="Only these layers. The first layer is 0. Default: all layers."
+)
 @text_options
 @rare_option(
-    "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, metavar="N", help="Tokens to print."
+    "--max-rows",
+    type=click.IntRange(min=0),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="The number of tokens to print.",
 )
 @with_client
 def inspect(
@@ -48,7 +55,9 @@ def inspect(
     max_rows: int,
     **options: Any,
 ) -> None:
-    """Print attention, norms and similarity of TEXT in the model, layer by layer.
+    """Print attention, norms and similarity for TEXT, layer by layer.
+
+    The norms are the lengths of the hidden states. The similarity is the mean cosine of the tokens.
 
     --html writes one page with figures. The page needs no network.
     """

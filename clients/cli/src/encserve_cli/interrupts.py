@@ -24,8 +24,8 @@ _SHOW_CURSOR = "\x1b[?25h"  # because a progress bar hides the cursor
 class Interrupts:
     """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt, or stops a job.
 
-    If the command still runs after a second, the process ends. Running batches may take longer, and gRPC may wait for a
-    call that KeyboardInterrupt has interrupted.
+    If the command still runs after a second, the process ends. Otherwise running batches could take longer, or gRPC
+    could wait for a call that KeyboardInterrupt has interrupted.
 
     Attributes:
         came: Whether a signal has arrived.
@@ -48,7 +48,7 @@ class Interrupts:
         return found
 
     def describe(self, describe: Callable[[], str], *stops: Callable[[], object]) -> None:
-        """Set a function that returns the line, and functions that stop a job soon.
+        """Set `describe`, which returns the line for stderr, and `stops`, which stop a job soon.
 
         If there are `stops`, a signal calls them and does not raise KeyboardInterrupt.
         """
@@ -109,7 +109,7 @@ class Interrupts:
             stop()
         if not self._ended.wait(_LONGEST_STOP_SECONDS):
             if os.isatty(_STDERR):
-                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # or the bar would appear again
+                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # otherwise the bar would appear again
             if self._is_shown.acquire(blocking=False):
                 os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
             for clean in [*self._cleanups]:  # a copy: blocks may end meanwhile

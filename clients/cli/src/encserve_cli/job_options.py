@@ -21,7 +21,7 @@ class _ShardType(click.ParamType[tuple[int, int]]):
         """Parse a value."""
         index, slash, count = str(value).partition("/")
         if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-            self.fail(f"must be I/N with I from 0 to N-1, as 0/8; was {value}", param, ctx)
+            self.fail(f"must be I/N with I from 0 to N-1, for example 0/8; was {value}", param, ctx)
         return int(index), int(count)
 
 
@@ -45,15 +45,16 @@ _FOLDER: _Options = {
     "--shard": {
         "type": _ShardType(),
         "metavar": "I/N",
-        "help": "Do only share I of N, with I from 0 to N-1. N commands do the job together, as in a Slurm array.",
+        "help": "Compute only one of N shares: share I, from 0 to N-1. N commands compute the whole job, for example "
+        "in a Slurm array.",
     },
 }
 # The options of the engine have the same names as in encserve-server.
 _BUNDLE: _Options = {
     "--bundle": {
         "metavar": "BUNDLE",
-        "help": "Run this model without a server: the folder of a bundle or of its versions, the folder of a "
-        "checkpoint, or OWNER/NAME on the hub. Needs encserve[cpu]. Checkpoints also need encserve[export].",
+        "help": "Run this model without a server. BUNDLE is a folder NAME/VERSION or NAME, the folder of a checkpoint, "
+        "or OWNER/NAME on the hub. Needs encserve[cpu]. Checkpoints also need encserve[export].",
     },
     "--engine": {
         "type": click.Choice(["onnxruntime", "openvino"]),
@@ -61,18 +62,18 @@ _BUNDLE: _Options = {
     },
     "--precision": {
         "type": click.Choice(["model", "float32", "bfloat16"]),
-        "help": "The type of the engine's numbers. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. "
-        "Default: the precision of the bundle.",
+        "help": "The number type in which the engine computes. bfloat16 needs --engine openvino and a CPU with "
+        "AVX512-BF16 or AMX. Default: the precision of the bundle.",
     },
     "--device": {
         "type": click.Choice(["auto", "cpu", "cuda"]),
-        "help": "The device. auto uses CUDA if CUDA loads, otherwise the CPU. Default: auto.",
+        "help": "The device. auto uses CUDA if CUDA can be loaded, otherwise the CPU. Default: auto.",
     },
     "--max-batch-tokens": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "The largest number of tokens in a batch, with padding. Default: measured at the first load of the "
-        "model.",
+        "help": "The largest number of tokens in a batch, padding included. Default: measured when the model is first "
+        "loaded.",
     },
     "--intra-op-threads": {
         "type": _AT_LEAST_1,
@@ -82,20 +83,22 @@ _BUNDLE: _Options = {
     "--parallel-batches": {
         "type": _AT_LEAST_1,
         "metavar": "N",
-        "help": "Batches that run at the same time. Default: one for each thread, at most 8; on CUDA 2.",
+        "help": "Batches that run at the same time. Default on the CPU: one for each thread, at most 8. Default on "
+        "CUDA: 2.",
     },
     "--tokenizer-threads": {"type": _AT_LEAST_1, "metavar": "N", "help": "Threads that tokenize. Default: 2."},
     "--cache-dir": {
         "type": click.Path(file_okay=False, path_type=Path),
         "metavar": "FOLDER",
-        "help": "The folder of a cache of weights. All processes of this user share the cache in memory. off for no "
-        "cache. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
+        "help": "The folder of a cache of weights. All processes of this user share the cache in "
+        "memory. off disables the cache. Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
     },
 }
 _RAY: _Options = {
     "--ray": {
         "metavar": "ADDRESS",
-        "help": 'Run --bundle on this cluster: "auto", ray://HOST:PORT, or "local" to start one. Needs ray.',
+        "help": "Run --bundle on this cluster. ray://HOST:PORT names a cluster. auto finds a running cluster, as "
+        "ray.init does. local starts a cluster. Needs ray.",
     },
     "--actors": {
         "type": _AT_LEAST_1,
@@ -148,17 +151,20 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     elif options["sources"].texts:
         raise click.UsageError("a job reads files; give --input FILE instead of TEXT")
     if "bundle" not in given:
-        _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
+        _check_absent(given, (*_BUNDLE, *_RAY), "needs --bundle")
     elif named := [name for name in ("model", "model_version") if options[name] is not None]:
         raise click.UsageError(f"--{named[0].replace('_', '-')} is for a server; --bundle names the model itself")
     if "ray" not in given:
-        _check_absent(given, _RAY, "goes with --ray")
+        _check_absent(given, _RAY, "needs --ray")
     if "vectors" in given and options["sources"].ids:
-        raise click.UsageError("--vectors or --ids: inputs are one of them")
+        raise click.UsageError("--vectors and --ids do not go together: give one of them")
     if "overwrite" in given and "add_inputs" in given:
-        raise click.UsageError("--overwrite or --add-inputs: a job begins again, or goes on")
+        raise click.UsageError(
+            "--overwrite and --add-inputs do not go together: --overwrite begins a new job, and "
+            "--add-inputs continues a job"
+        )
     if "shard" in given and ("overwrite" in given or "ray" in given):
-        raise click.UsageError("--shard is for commands that run together: leave out --overwrite and --ray")
+        raise click.UsageError("--shard does not go together with --overwrite or --ray: leave them out")
 
 
 def _check_absent(given: Mapping[str, Any], flags: Iterable[str], problem: str) -> None:

@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 _JSON_SECONDS = 1.0
 _LOG_SECONDS = 30.0
-_INTERRUPT_COLUMNS = 3  # room for the ^C of the terminal, which would otherwise wrap the bar
+_INTERRUPT_COLUMNS = 3  # columns kept free: the terminal prints ^C there, and the bar does not wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ OnProgress = Callable[[JobProgress], None]
 
 
 class ProgressCounter:
-    """Counts the work of a run, and reports the progress after each count. Any thread may count.
+    """Counts the work of a run, and reports the progress after each count. Any thread may call the methods.
 
     Attributes:
         progress: The progress at the last count.
@@ -83,13 +83,13 @@ class ProgressCounter:
         """Begin a run. `rows`, `parts` and `rejected` count the work of earlier runs."""
         self.progress = JobProgress(rows, total_rows, parts, rejected, tokens=0, seconds=0.0, rows_before=rows)
         self._on_progress = on_progress
-        self._lock = threading.Lock()  # held during a report, so that reports are in the order of their counts
+        self._lock = threading.Lock()  # held while reporting, so that progress is reported in the order of the counts
         self._began = time.monotonic()
         self._part_rows = rows
         self._batch_rows = 0
 
     def count_batch(self, rows: int, tokens: int) -> None:
-        """Count encoded rows and their tokens. 0 tokens if unknown."""
+        """Count encoded rows and their tokens. If the number of tokens is unknown, `tokens` is 0."""
         self._count(batch_rows=rows, tokens=tokens)
 
     def count_part(self, rows: int, rejected: int) -> JobProgress:
@@ -121,7 +121,10 @@ class ProgressCounter:
 
 
 class _BarConsole(Console):
-    """A console without the last columns of the terminal. ^C would move a bar there to another line."""
+    """A console without the last columns of the terminal.
+
+    If the bar used these columns, the terminal's ^C would wrap it.
+    """
 
     @property
     def options(self) -> ConsoleOptions:
@@ -182,7 +185,7 @@ def as_record(progress: JobProgress) -> dict[str, object]:
 
 
 def _line(it: JobProgress, unit: str) -> str:
-    """Return the known facts on one line, which fits into 80 columns."""
+    """Return the progress on one line of at most 80 columns. Unknown numbers are left out."""
     total = "" if it.total_rows is None else f" of {it.total_rows:,}"
     facts = [f"{it.rows:,}{total} {unit}"]
     if it.rejected:

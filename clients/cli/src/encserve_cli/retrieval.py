@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _KIND = click.option(
     "--kind",
     type=click.Choice(["model", "multi_vector", "sparse"]),
-    help="One vector for each text, vectors for MaxSim, or weights over the vocabulary. Default: the kind that the "
-    "model was trained for.",
+    help="model: one vector for each text. multi_vector: several vectors for MaxSim. sparse: weights over the "
+    "vocabulary. Default: the kind that the model was trained for.",
 )
 _POOLING = click.option(
     "--pooling",
@@ -45,7 +45,7 @@ def embed(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     A model for MaxSim gives several vectors, and a sparse model gives weights over the vocabulary.
 
     \b
-    --output FILE, by the suffix of FILE:
+    The suffix of --output FILE sets the format:
       .npy, .csv    one vector for each text
       .npz          one vector: rows (texts, width)
                     MaxSim: rows (all vectors, width), lengths (texts,) and, if
@@ -89,10 +89,10 @@ def similarity(
 ) -> None:
     """Print the similarity of TEXTs.
 
-    If the model gives one vector for each text, the command prints the similarity of every two texts. The model names
-    the similarity; the default is cosine. With vectors for MaxSim or weights over the vocabulary, the first text is the
-    query and the other texts are documents. The command then prints the similarity of each document to the query.
-    --task sets the same task for all texts.
+    If the model gives one vector for each text, the command prints the similarity of every two texts. The similarity
+    function is the model's, or cosine if the model has none. With vectors for MaxSim or weights over the vocabulary,
+    the first text is the query and the other texts are documents. The command then prints the similarity of each
+    document to the query. --task sets the same task for all texts.
     """
     from encserve_cli import similarity_run
 

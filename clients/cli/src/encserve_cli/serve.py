@@ -22,7 +22,7 @@ def _defaults() -> dict[str, Any]:
     return {
         "http_port": _HTTP_PORT if has_http else None,
         "log_format": "text",
-        "log_level": "warning" if sys.stderr.isatty() else "info",  # a terminal has a bar instead
+        "log_level": "warning" if sys.stderr.isatty() else "info",  # on a terminal, a bar shows the progress instead
     }
 
 
@@ -32,7 +32,7 @@ def _defaults() -> dict[str, Any]:
 @partial(settings_options, defaults=_defaults())
 @click.pass_context
 def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> None:
-    """Serve MODEL over gRPC and HTTP, on this machine only.
+    """Serve MODEL over gRPC and HTTP. By default, only programs on this machine can connect; see --host.
 
     \b
     MODEL is
@@ -50,6 +50,6 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
     if bool(models) == bool(values["model_repository"]):
         raise click.UsageError("give MODEL, such as sentence-transformers/all-MiniLM-L6-v2, or --model-repository")
     if models and values["model"]:
-        raise click.UsageError("--model goes with --model-repository; give its models as MODEL instead")
+        raise click.UsageError("--model needs --model-repository; without --model-repository, give the models as MODEL")
     Interrupts.current().leave()  # the server has its own handlers
     run_server(models, options, partial(read_settings, context), values)

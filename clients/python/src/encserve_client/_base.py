@@ -162,8 +162,8 @@ class BaseClient:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__} has open connections and cannot be pickled or copied: make a client in each "
-            "process, worker or actor, in the function that runs there"
+            f"{type(self).__name__} has open connections and cannot be pickled or copied: make a new client in the "
+            "function that runs in the other process, worker or actor"
         )
 
     @property
@@ -174,14 +174,16 @@ class BaseClient:
     def raw_method(self, rpc: str) -> Callable[..., Any]:
         """Return a function that calls an RPC of the service, such as "Encode", with serialized messages.
 
-        For programs that measure or forward calls: nothing is checked, split or sent again. The function takes the
-        request and the `timeout` in seconds, and returns the reply. Each call uses the present certificates.
+        The returned function is for programs that measure or forward calls. The client does not check, split or retry
+        these messages. The function takes the request and the `timeout` in seconds, and returns the reply. Each call
+        uses the present certificates.
 
         Args:
             rpc: An RPC with one reply: every RPC except "Inspect".
 
         Raises:
-            ClientClosedError: The client is closed. The function raises this error too, and `grpc.RpcError`.
+            ClientClosedError: The client is closed. The returned function also raises `ClientClosedError`, and
+                `grpc.RpcError`.
         """
         self._check_open()
         return functools.partial(self._call_raw, f"/{SERVICE_NAME}/{rpc}")
@@ -204,9 +206,10 @@ class BaseClient:
 
 
 def trim_traceback(error: EncserveError) -> None:
-    """Remove the frames before the first frame outside this library, so that a traceback ends soon after the call.
+    """Remove this library's frames from the start of the traceback, so that the traceback is short.
 
-    Only an error of the caller's code has such a frame: of an iterable, or of a function such as `progress`.
+    If the error comes from the caller's iterable or from a function such as `progress`, the traceback keeps the frames
+    from there on.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals["__name__"].partition(".")[0] == __package__:

@@ -81,7 +81,7 @@ class AsyncEncoderClient(AsyncTransport):
         retry: When and how often a failed message is sent again. Default: until the message's time is over; see
             `RetryPolicy`.
         priority: "interactive" for calls of waiting users, "bulk" for jobs. Jobs get the capacity that interactive
-            calls leave. Default: "bulk" for calls of more than 2 messages, otherwise "interactive".
+            calls do not use. Default: "bulk" for calls of more than 2 messages, otherwise "interactive".
         expected_fingerprint: The `fingerprint` that every answer must have, so that all answers come from one bundle.
             Another fingerprint raises FingerprintError. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of different models never mix.
@@ -308,8 +308,8 @@ class AsyncEncoderClient(AsyncTransport):
             kind: As for `embed`, or "tokens" for one row per token.
             exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
             ordered: Whether results come in the order of the inputs. Otherwise results come as soon as they are ready.
-            max_in_flight: The largest number of inputs that were read and not yet yielded. Default: 2,048 for "vector"
-                and "sparse", 64 for "tokens" and "multi_vector".
+            max_in_flight: The largest number of inputs that were read but have no yielded result yet. Default: 2,048
+                for "vector" and "sparse", 64 for "tokens" and "multi_vector".
             timeout_seconds: The time limit of one message, from the first attempt until the answer, with retries. Time
                 that the caller spends on results or inputs does not count. Default: `timeout_seconds` of the client.
                 The stream as a whole has no limit.

@@ -17,7 +17,7 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """The token ids of one sequence: a list or tuple of int, or a (seq,) array of any integer type."""
 
 TokenEmbeddings: TypeAlias = npt.NDArray[np.floating[Any]]
-"""One vector per token: a (seq, d_model) array of float32, float16, or float64, which is sent as float32."""
+"""One vector per token: a (seq, d_model) array of float16, float32 or float64. float64 is sent as float32."""
 
 Input: TypeAlias = str | TokenIds | TokenEmbeddings
 """One sequence: a text, token ids, or one vector per token for a model with `input_kind` "embeddings"."""
@@ -30,7 +30,7 @@ class SpanInput:
     Attributes:
         input: The input.
         spans: The starts and the ends of the ranges.
-        unit: The unit of the ranges; None for the contract's default.
+        unit: The unit of the ranges. None: code points for a text, tokens for token ids and vectors.
     """
 
     input: Input
@@ -48,7 +48,7 @@ _WIRE_TYPES: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 
 
 def read_inputs(inputs: Iterable[Input], name: str = "inputs") -> tuple[list[Input], bool]:
-    """Read all inputs of the argument `name`, without a check of each input.
+    """Return all inputs as a list, without checking each input. `name` is the argument's name, for errors.
 
     Returns:
         The inputs, and whether `inputs` was a single text.
@@ -96,7 +96,7 @@ def check_texts(texts: Sequence[object]) -> None:
 
 
 def check_iterable(inputs: object, name: str = "inputs") -> None:
-    """Check that `inputs`, the argument `name`, is an iterable of inputs.
+    """Check that `inputs` is an iterable of inputs. `name` is the argument's name, for errors.
 
     Raises:
         InvalidInputError: `inputs` is not iterable, or is bytes, or is one sequence of vectors.
@@ -220,6 +220,6 @@ def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
         row, column = (int(index) for index in np.argwhere(~finite)[0])
         value = float(array[row, column])
         largest = np.finfo(np.float32).max
-        rule = f"be at most {largest:g}, to fit into float32," if math.isfinite(value) else "be finite"
+        rule = f"have a magnitude of at most {largest:g}, to fit into float32," if math.isfinite(value) else "be finite"
         raise InvalidInputError(f"must {rule} in row {row}, column {column}; was {value:g}", field=name)
     return pb.TokenEmbeddings(width=vectors.shape[1], data_type=data_type, data=vectors.tobytes())

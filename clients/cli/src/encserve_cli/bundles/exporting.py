@@ -23,7 +23,7 @@ from encserve_server.system.memory import usable_bytes
 ExportPrecision = Literal["float32", "float16", "int8"]
 
 _EXPORTER = "encserve-export"
-# The peak memory of an export is at most 3 times the weights in float32, 500 MB, and the memory of the imports. The
+# An export needs at most 3 times the size of the float32 weights, plus 500 MB, plus the memory of the imports. The
 # figures are measured: docs/performance.md, "Exports".
 _WEIGHTS_FACTOR = 3
 _OTHER_BYTES = 500_000_000
@@ -38,7 +38,8 @@ _STEP = " …"
 _CHECKS = ("comparing", "computing", "running")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ERROR = "Error: "
-# The child ends with its parent (Linux): PR_SET_PDEATHSIG is 1. The parent may have ended before the call.
+# On Linux, prctl(1, SIGKILL) makes the kernel kill the child when the parent ends; 1 is PR_SET_PDEATHSIG. The parent
+# may end before prctl runs, so the child also compares the parent's process id.
 _START = (
     "import ctypes, os, signal, sys\n"
     "try: ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
@@ -54,10 +55,10 @@ class ExportOptions:
 
     Attributes:
         precision: The precision of the bundle.
-        pooling: The pooling of a checkpoint that does not name its pooling.
+        pooling: The pooling, if the files of the checkpoint do not name one.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         ignore_head: Whether to export only the encoder of a classifier or a cross-encoder.
-        ids_only: Whether to export a checkpoint without a tokenizer.
+        ids_only: Set this for a checkpoint that has no tokenizer. The model then takes token ids only.
     """
 
     precision: ExportPrecision = "float32"
@@ -82,7 +83,7 @@ def check_exporter(source: str, name: str) -> str:
     """Return the path of the exporter.
 
     Args:
-        source: The argument of the user, for the error.
+        source: The model as the user wrote it, for error messages.
         name: The name of the exported model.
 
     Raises:
@@ -92,19 +93,20 @@ def check_exporter(source: str, name: str) -> str:
     exporter = shutil.which(_EXPORTER, path=where)
     if exporter is None or find_spec("torch") is None:
         raise ValueError(
-            f"{source}: is a checkpoint, not yet a bundle, and its export needs PyTorch (1.4 GB of disk space with "
-            f"PyTorch's CPU build): {install_line('export')}. Or run `encserve pull {source} --to models` on another "
-            f"machine, and use models/{name} here"
+            f"{source} is a checkpoint and must be exported first. The export needs PyTorch (1.4 GB on disk for the "
+            f"CPU build). Install PyTorch with: {install_line('export')}. Or run `encserve pull {source} --to models` "
+            f"on another machine, and use models/{name} here"
         )
     return exporter
 
 
 def check_settings(source: str, directory: Path, options: ExportOptions) -> None:
-    """Refuse a decoder without a pooling. Its vectors would be useless, because the first token sees no other token.
+    """Refuse a decoder without a pooling. Without a pooling, the bundle has no default vector for a text.
 
     Args:
-        source: The argument of the user, for the error.
-        directory: The checkpoint's directory. It has config.json, and modules.json if there is one.
+        source: The model as the user wrote it, for error messages.
+        directory: The checkpoint's directory. The directory has config.json, and modules.json if the checkpoint has
+            that file.
         options: The options of the export.
 
     Raises:
@@ -122,7 +124,7 @@ def check_memory(source: str, weights_bytes: int, directory: Path) -> int:
     """Return the memory in bytes that an export needs at most.
 
     Args:
-        source: The argument of the user, for the error.
+        source: The model as the user wrote it, for error messages.
         weights_bytes: The size of the checkpoint's weights in bytes.
         directory: The checkpoint's directory. Its config.json may name the type of the weights.
 
@@ -136,7 +138,8 @@ def check_memory(source: str, weights_bytes: int, directory: Path) -> int:
     if needed > there:
         raise ValueError(
             f"{source}: its export needs up to {needed / 1e9:.1f} GB of memory, but this machine or container has "
-            f"{there / 1e9:.1f} GB. Run `encserve pull {source} --to models` on a larger machine, and copy models"
+            f"{there / 1e9:.1f} GB. Run `encserve pull {source} --to models` on a larger machine, and copy the folder "
+            "models/ to this machine"
         )
     return needed
 
@@ -171,10 +174,10 @@ def export(
         version: The version of the model.
         repository: The folder for NAME/VERSION.
         temporary: A folder for the exporter's temporary files.
-        work: Takes the steps, and the report of the exporter.
+        work: Receives the current step, and each line of the exporter's report.
 
     Raises:
-        RuntimeError: The export failed. The message is the exporter's.
+        RuntimeError: The export failed. The message is the exporter's error, or the exit status and the last line.
     """
     arguments = [str(source)]
     variables = {"TMPDIR": str(temporary)}
@@ -205,7 +208,7 @@ def export(
 
 
 def _follow(process: "subprocess.Popen[bytes]", work: Work) -> Iterable[str]:
-    """Pass the output of the exporter to `work` until the exporter closes it. Return the last lines of stderr."""
+    """Pass the output of the exporter to `work` until the output ends. Return the last lines of stdout and stderr."""
     assert process.stdout is not None  # noqa: S101 - both are pipes
     assert process.stderr is not None  # noqa: S101
     last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -242,5 +245,5 @@ def _failure(source: str, status: int, lines: Iterable[str]) -> str:
             return line.removeprefix(_ERROR)
     if status == -signal.SIGKILL:
         return f"{source}: the export was killed, perhaps because the machine has too little memory"
-    told = "; its last line: ".join(["", *list(lines)[-1:]])
-    return f"{source}: {_EXPORTER} failed with exit status {status}{told}"
+    last_line = "; its last line: ".join(["", *list(lines)[-1:]])
+    return f"{source}: {_EXPORTER} failed with exit status {status}{last_line}"

@@ -20,6 +20,14 @@ STDOUT = Path("-")  # --output - writes to standard output
 # The suffixes of `files.writing`, a module whose import is slow.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
+# The choices of --dtype, each with its part of the help.
+_DTYPES = {
+    "float32": "",
+    "float16": "",
+    "int8": "int8 is not for sparse weights.",
+    "binary": "binary is only for one vector per text, and puts 8 numbers into a byte.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Sources:
@@ -27,7 +35,7 @@ class Sources:
 
     Attributes:
         texts: The texts of the command line.
-        files: Paths and URIs of files; "-" for standard input.
+        files: Paths and URIs of files. "-" is standard input.
         column: The column of files with several columns; None for "text", or the only column.
         ids: Whether inputs are token ids.
     """
@@ -89,7 +97,9 @@ class Printing:
 def _is_folder(output: str) -> bool:
     """Whether an output starts a job. True for a folder, a name that ends in /, and a URI of a folder."""
     if is_uri(output) and output.lower().endswith(_SUFFIXES):
-        raise click.UsageError(f"--output {output}: files are written to paths; a URI names the folder of a job")
+        raise click.UsageError(
+            f"--output {output}: files are written to paths; with a URI, --output must be the folder of a job"
+        )
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()
 
 
@@ -122,8 +132,8 @@ def reads_texts(command: Command) -> Command:
             multiple=True,
             metavar="FILE",
             help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
-            "a path, a URI such as s3://bucket/texts.csv, a pattern such as 'corpus/*.parquet' in quotes, or - for "
-            "standard input, one text a line. May be repeated.",
+            "a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as 'corpus/*.parquet'. FILE - is "
+            "standard input with one text on each line. May be repeated.",
         ),
         click.option("--column", metavar="NAME", help='The column of the inputs. Default: "text", or the only column.'),
         rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
@@ -165,8 +175,13 @@ def _files_of(pattern: str) -> list[str]:
     return found
 
 
-def prints_rows(command: Command) -> Command:
-    """Add the options of outputs to a command. The command gets the arguments `printing`, `dimensions` and `dtype`."""
+def prints_rows(
+    command: Command, *, suffixes: Sequence[str] = _SUFFIXES, dtypes: Sequence[str] = tuple(_DTYPES)
+) -> Command:
+    """Add the options of outputs to a command. The command gets the arguments `printing`, `dimensions` and `dtype`.
+
+    `suffixes` are those of the files that can hold the output. `dtypes` are the choices of --dtype.
+    """
 
     @functools.wraps(command)
     def wrapper(*args: Any, output: str | None, max_rows: int, **others: Any) -> Any:
@@ -179,8 +194,8 @@ def prints_rows(command: Command) -> Command:
         click.option(
             "--output",
             metavar="FILE|FOLDER/|-",
-            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. FOLDER/ starts a job that fills the folder. "
-            "- prints the lines of a .jsonl file.",
+            help=f"Write the vectors to this file: {', '.join(suffixes)}. FOLDER/ starts a job that fills the folder. "
+            "The output - prints JSON lines to standard output.",
         ),
         rare_option(
             "--max-rows",
@@ -188,20 +203,19 @@ def prints_rows(command: Command) -> Command:
             default=32,
             show_default=True,
             metavar="N",
-            help="Rows to print of each text.",
+            help="The maximum number of rows to print for each text.",
         ),
         rare_option(
             "--dimensions",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Keep only the first N numbers of each row. Default: all.",
+            help="Keep only the first N numbers of each vector. Default: the model's default dimensions, or all.",
         ),
         rare_option(
             "--dtype",
-            type=click.Choice(["float32", "float16", "int8", "binary"]),
+            type=click.Choice(dtypes),
             default="float32",
             show_default=True,
-            help="The type of the numbers. binary has 8 numbers in a byte. int8 and binary are only for vectors, not "
-            "for rows of tokens or sparse weights.",
+            help=" ".join(["The type of the numbers.", *filter(None, map(_DTYPES.__getitem__, dtypes))]),
         ),
     )

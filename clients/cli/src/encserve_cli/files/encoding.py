@@ -17,8 +17,8 @@ R = TypeVar("R")
 # The errors of an input itself. Other errors, such as a crash of the server, hit all inputs of a message.
 REFUSALS = (InvalidRequestError, InferenceError)
 
-# A block has several messages, and its token vectors fit into memory. The limits are about 16,000 tokens of English
-# text, and this many short inputs.
+# A block is sent as several messages. Its token vectors fit into memory. A block has at most about 16,000 tokens of
+# English text, and at most this many inputs.
 _BLOCK_BYTES = 64 * 1024
 _BLOCK_INPUTS = 2048
 # One block is computed, one is tokenized or waits, and one is written. Meanwhile a fourth block is read.
@@ -34,8 +34,9 @@ def encode_in_order(
 
     Args:
         encode: Encodes a block.
-        blocks: The blocks. They are read only a few blocks ahead.
-        stop: Ends the running calls soon. Called after an error or Ctrl-C, and if the caller closes the generator.
+        blocks: The blocks. At most a few blocks are read ahead.
+        stop: A function that ends the running calls soon. The generator calls `stop` after an error, after Ctrl-C, and
+            when the caller closes the generator.
 
     Raises:
         Exception: The first error of `encode` or `blocks`. Blocks before an error of `blocks` are yielded first.
@@ -61,7 +62,7 @@ def encode_in_order(
 
 
 def _until_failure(blocks: Iterable[T], failure: list[Exception]) -> Iterator[T]:
-    """Yield blocks. If a file cannot be read, add the error to `failure` and end, so earlier rows are not lost."""
+    """Yield blocks. If a file cannot be read, add the error to `failure` and end, so that earlier rows are not lost."""
     try:
         yield from blocks
     except (ValueError, OSError) as error:

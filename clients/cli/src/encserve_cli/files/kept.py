@@ -106,8 +106,7 @@ def _problem(value: Any, name: str, wanted: Any) -> str:
     if pa.types.is_string(wanted):
         return f"must be UTF-8; was {shown[:60]}; convert the file to UTF-8, or leave out --keep {name}"
     return (
-        f"must be of the type {wanted}, which must hold the exact value; was {shown[:60]}; begin again with "
-        f"--keep {name}:string --overwrite"
+        f"must fit into the type {wanted} exactly; was {shown[:60]}; begin again with --keep {name}:string --overwrite"
     )
 
 

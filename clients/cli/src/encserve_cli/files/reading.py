@@ -113,8 +113,8 @@ def check_no_secret(uri: str) -> None:
         _SECRET.search(name) for name, _ in parse_qsl(its.query, keep_blank_values=True)
     ):
         raise ValueError(
-            f"{its.scheme}://…: must not hold a secret; give it in the environment, as AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY"
+            f"{its.scheme}://…: must not contain a secret; set the secret in the environment, for example in "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
 
 
@@ -137,7 +137,7 @@ def named_file(name: str) -> DataFile:
     suffix, codec = _kind_of(str(path))
     shown = click.format_filename(name)
     if path.is_dir():
-        raise ValueError(f"{shown}: is a folder; name its files, as {shown.rstrip('/')}/*.parquet does")
+        raise ValueError(f"{shown}: is a folder; name the files, for example {shown.rstrip('/')}/*.parquet")
     if not path.exists():
         hint = "check the path" if suffix in SUFFIXES else f"inputs end in {KNOWN}"
         raise FileNotFoundError(f"{shown}: there is no such file; {hint}")
@@ -252,11 +252,11 @@ def count_inputs(texts: Sequence[str], files: Sequence[str]) -> int | None:
 def as_text(value: object) -> str:
     """Return the text. Raise ValueError for any other value."""
     if not isinstance(value, str):
-        raise ValueError(f"must be text; was {_shown(value)}; token ids are read with --ids")
+        raise ValueError(f"must be text; was {_shown(value)}; for token ids, give --ids")
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"must be UTF-8; was not at character {error.start + 1:,}") from None
+        raise ValueError(f"must be UTF-8; character {error.start + 1:,} is not") from None
     return value
 
 
@@ -266,11 +266,11 @@ def as_ids(value: object) -> list[int]:
         try:
             value = [int(it) for it in value.replace(",", " ").split()]
         except ValueError:
-            raise ValueError(f"--ids wants whole numbers, as in 101,2023,102; was {value[:60]!r}") from None
+            raise ValueError(f"--ids needs whole numbers, such as 101,2023,102; was {value[:60]!r}") from None
     if not isinstance(value, list) or any(type(it) is not int for it in value):
-        raise ValueError(f"--ids wants a list of whole numbers; was {_shown(value)}")
+        raise ValueError(f"--ids needs a list of whole numbers; was {_shown(value)}")
     if value and (max(value) > _MOST_ID or min(value) < -_MOST_ID):
-        raise ValueError(f"--ids wants numbers of at most 64 bits; was {_shown(max(value, key=abs))}")
+        raise ValueError(f"--ids needs numbers of at most 64 bits; was {_shown(max(value, key=abs))}")
     return value
 
 
@@ -283,7 +283,7 @@ def column_of(wanted: str | None, names: Sequence[str]) -> str:
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
         raise ValueError(
-            f"has no column {name!r}; it has {', '.join(map(repr, names)) or 'none'}: --column chooses one"
+            f"has no column {name!r}; the columns are {', '.join(map(repr, names)) or 'none'}: choose one with --column"
         )
     return name
 

@@ -190,10 +190,11 @@ def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Seq
     """Check that each --keep column is in the file and is not the input column."""
     for name in names:
         if name == column:
-            raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
+            raise ValueError(f"--keep {name}: is the column of the inputs; the output always has this column")
         if name not in there:
             raise ValueError(
-                f"{file.name}: has no column {name!r} for --keep; it has {', '.join(map(repr, there)) or 'none'}"
+                f"{file.name}: has no column {name!r} for --keep; the columns are "
+                f"{', '.join(map(repr, there)) or 'none'}"
             )
 
 
@@ -298,7 +299,7 @@ class _JsonRows(_TextRows):
         for column in keep:
             name, its = split_type(column)
             if name == self._options.column:
-                raise ValueError(f"--keep {name}: is the column of the inputs, which the output has anyway")
+                raise ValueError(f"--keep {name}: is the column of the inputs; the output always has this column")
             if its is None and parsed and not any(isinstance(it, dict) and name in it for it in parsed):
                 raise ValueError(
                     f"{self.file.name}: none of the first {len(parsed):,} lines has a field {name!r} for --keep; if "
@@ -371,7 +372,7 @@ class _CsvRows(_SequentialRows[list[str]]):
 
     def _field_or_error(self, record: Sequence[str]) -> str | ValueError:
         if len(record) != len(self._names):
-            return ValueError(f"must have {len(self._names)} fields as the first line has; had {len(record)}")
+            return ValueError(f"must have {len(self._names)} fields, like the first line; had {len(record)}")
         return record[self._column]
 
     def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:

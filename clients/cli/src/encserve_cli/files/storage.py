@@ -70,7 +70,7 @@ def size_and_time(file: DataFile) -> tuple[int, int]:
         if info.type == arrow_fs.FileType.NotFound:
             raise FileNotFoundError(f"{file.name}: there is no such file")
         if info.type == arrow_fs.FileType.Directory:
-            raise IsADirectoryError(f"{file.name}: is a folder; name its files")
+            raise IsADirectoryError(f"{file.name}: is a folder; name the files")
         return info.size, info.mtime_ns or 0
 
 
@@ -149,7 +149,7 @@ def open_parquet(file: DataFile) -> Any:
 
 
 def errors_named(file: DataFile) -> AbstractContextManager[None]:
-    """Put a file's name before errors of pyarrow while the file is read.
+    """Put the file's name before the text of each pyarrow error in the block.
 
     Raises:
         ValueError: The file is damaged, or the content does not fit the suffix.
@@ -199,7 +199,7 @@ def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Litera
         "vectors": _is_list(its, lambda row: _is_list(row, pa.types.is_floating)),
     }
     if not holds[kind]:
-        hint = "; token ids are read with --ids" if kind == "text" and holds["ids"] else ""
+        hint = "; for token ids, give --ids" if kind == "text" and holds["ids"] else ""
         raise ValueError(f"{file.name}: column {name!r} must be of {_WANTED[kind]}; its type is {its}{hint}")
     return name
 

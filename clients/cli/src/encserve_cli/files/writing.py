@@ -200,7 +200,11 @@ class _CsvWriter(Writer):
 
 
 class _ParquetWriter(Writer):
-    """Columns: the inputs, and one of: `vector`; `rows` and the tokens of the rows; `indices` and `values`."""
+    """Writes Parquet.
+
+    The columns are the inputs, and one of these groups: `vector`; `rows` and the tokens of the rows; `indices` and
+    `values`.
+    """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
@@ -314,7 +318,7 @@ class ParquetFile:
 
 
 def _output_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None) -> dict[str, Any]:
-    """Return the columns of a result by name. Rows that the result lacks are null."""
+    """Return the columns of a result by name. Rows without an output are null."""
     output = result.outputs[0]
     numbers = output.matrix()  # (inputs or rows, width)
     mask = None if missing is None else arrow.array(missing)

@@ -1,4 +1,6 @@
-"""Jobs embed the rows of many files into a folder of Parquet files. The same job again does only the missing parts.
+"""Jobs embed the rows of many files into a folder of Parquet files.
+
+A second run of the same job makes only the missing parts.
 
 `embed_files` runs a whole job. An `EmbedJob` has a plan before the run, and can be stopped.
 """

@@ -1,4 +1,4 @@
-"""A job as a function call."""
+"""`embed_files` embeds the rows of files into a folder of Parquet files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class RayOptions:
     Attributes:
         address: The address for `ray.init`: "auto", "ray://host:port", or "local" to start a cluster.
         actors: The number of actors. Each actor loads the model. None: as many actors as fit on the current nodes.
-        actor_cpus: The number of CPUs of an actor. Also the number of threads for batches, unless `EngineOptions` has
-            another number.
+        actor_cpus: The number of CPUs of an actor. An actor uses this many threads for batches, unless `EngineOptions`
+            has another number.
         actor_gpus: The number of GPUs of an actor.
     """
 
@@ -45,7 +45,9 @@ def backend_of(
     ray: RayOptions | None = None,
     include_token_strings: bool = False,
 ) -> Backend:
-    """Return the source of vectors; see `embed_files`. `include_token_strings` is for a client.
+    """Return the source of vectors; see `embed_files`.
+
+    `include_token_strings` adds the token strings to the output; only with `client`.
 
     Raises:
         ValueError: Not exactly one of `bundle` and `client` is given, or the bundle or a package is missing.
@@ -55,7 +57,7 @@ def backend_of(
         raise ValueError("bundle or client: give one of them")
     if client is not None:
         if engine is not None or ray is not None:
-            raise ValueError(f"{'ray' if engine is None else 'engine'}: is for a bundle; a client has none")
+            raise ValueError(f"{'ray' if engine is None else 'engine'} can be used only with bundle, not with client")
         return ServerBackend(client, model, model_version, include_token_strings=include_token_strings)
     if model is not None or model_version is not None:
         raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
@@ -63,7 +65,7 @@ def backend_of(
     if ray is not None:
         with needs("--ray", "ray", ValueError):
             from encserve_cli.job.ray import RayBackend
-        # Each node copies the bundle of a URI itself.
+        # If `bundle` is a URI, each node downloads the bundle itself.
         return RayBackend.of_bundle(
             bundle if "://" in bundle else str(find_bundle(bundle)), engine or EngineOptions(), ray
         )
@@ -101,9 +103,9 @@ def embed_files(
 
         summary = embed_files(["corpus.parquet"], "vectors/", bundle="models/all-MiniLM-L6-v2", column="body")
 
-    After any failure, call the function again; even a power failure loses no finished part. A row that cannot be
-    embedded does not stop the job. The vector of the row is null, and the folder `_rejected/` in the output has the
-    reason.
+    After a failure, call the function again. No failure loses a finished part, not even a power failure. A row that
+    cannot be embedded does not stop the job. The vector of the row is null, and the folder `_rejected/` in the output
+    has the reason.
 
     Args:
         inputs: Files, as paths or as URIs such as s3://bucket/corpus.parquet.
@@ -115,24 +117,28 @@ def embed_files(
             stays open. Ctrl-C ends the job within about a second, even if the server does not answer.
         model: The name of the served model. Default: the server's default model.
         model_version: The version of the model. Default: the model's default version.
-        engine: The options for running the bundle. Default: the defaults of encserve-server.
+        engine: The options for running the bundle. Default: `EngineOptions()`, which has encserve-server's defaults
+            except for 2 tokenizer threads.
         ray: The Ray cluster to run the bundle on. Needs the package ray. Default: run in this process.
         input_kind: The kind of every input: "text", "ids" for token ids, or "vectors".
-        column: The column of files with several columns. Default: "text", or the only column.
+        column: The column to embed, if a file has several columns. Default: "text", or the only column.
         keep: Other columns to copy into the output, as NAME or NAME:TYPE. TYPE is string, int64, double or bool.
         kind: The kind of the output. Default: the kind that the model was trained for.
-        dimensions: Keep only this many numbers at the start of each row. Default: the model's default.
+        dimensions: Keep only the first `dimensions` numbers of each vector. Default: the model's default.
         dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
         task: Whether the texts are queries or documents. Default: no task.
-        prompt_name: The name of the prompt before every text; "" for no prompt. Default: that of the task or model.
+        prompt_name: The name of the prompt before every text; "" for no prompt. Default: the prompt of the task, or
+            else the model's default prompt.
         truncate: Whether to cut an input that is too long. Otherwise the row is rejected.
-        exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
-        part_rows: Rows per part of a new job. Default: 2,048; for kinds with many rows per input, at most 256.
+        exclude_special_tokens: With kind "tokens": whether to leave out the vectors of special tokens.
+        part_rows: Rows per part of a new job. Default: 2,048. For the kinds "tokens", "multi_vector" and "sparse": at
+            most 256.
         shard: (index from 0, number of shares), if several calls do the job together. Default: the whole job.
         overwrite: Whether to remove the output of another job first; not with `shard`.
         add_inputs: Whether to add inputs that the job does not have yet.
         max_rejected: The largest allowed number of rejected rows. Default: no limit.
-        on_progress: A function that is called with the progress, often and from any thread. Should return soon.
+        on_progress: A function that is called with the progress, often and from any thread. The function should return
+            soon.
 
     Returns:
         The summary of the job.
@@ -140,7 +146,7 @@ def embed_files(
     Raises:
         TooManyRejected: More than `max_rejected` rows were rejected.
         EncserveError: The server does not answer, or refuses the job.
-        ValueError: The folder has the output of another job; an input, a setting or the bundle cannot be used; or a
+        ValueError: The folder has the output of another job. Or an input, a setting or the bundle cannot be used. Or a
             package is missing. The message has the reason.
         RuntimeError: The bundle, the engine or the cluster fails.
         OSError: A file cannot be read or written.

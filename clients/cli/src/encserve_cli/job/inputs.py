@@ -109,8 +109,8 @@ def _type_of(name: str, found: Sequence[tuple[DataFile, Mapping[str, set[str]]]]
 
 def _mismatch(name: str, one: tuple[str, str], other: tuple[str, str]) -> str:
     return (
-        f"--keep {name}: is {one[1]} in {one[0]} and {other[1]} in {other[0]}; it must have one type in all inputs: "
-        f"--keep {name}:string converts to text"
+        f"--keep {name}: is {one[1]} in {one[0]} and {other[1]} in {other[0]}; the type must be the same in all "
+        f"inputs: --keep {name}:string converts the values to text"
     )
 
 
@@ -133,7 +133,9 @@ def open_input(plan: Plan, index: int) -> RowReader:
 
 
 def read_blocks(plan: Plan, work: Work, on_read: Callable[[], None]) -> Generator[Block, None, None]:
-    """Yield the rows of the missing parts of `work`, in order. The file is read once, from the first part on.
+    """Yield the rows of the missing parts of `work`, in order.
+
+    The file is read once, starting at the first of these parts.
 
     Args:
         plan: The job.

@@ -1,4 +1,4 @@
-"""One job: finds or makes the plan, does the missing parts, and returns the summary."""
+"""Runs one job: reads or makes the plan (`_job.json`), and computes the missing output files (the parts)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """Load or find the model.
 
         Args:
-            make: The output of each input.
+            make: The options of the output: kind, dimensions, number type, task and prompt.
             before: The model of the job's plan, if there is a plan. Settings that the user did not give come from this
                 model.
 
@@ -43,7 +43,7 @@ class Backend(Protocol):
 
 
 class EmbedJob:
-    """A job, as a context manager. The constructor sets `plan`. `run` does the missing parts.
+    """A job, as a context manager. The constructor sets `plan`. `run` makes the missing parts.
 
     Attributes:
         store: The output.
@@ -72,8 +72,9 @@ class EmbedJob:
             output: The folder of the output, a path or a URI.
             backend: The source of vectors.
             read: The options for reading inputs.
-            make: The output of each input.
-            part_rows: Rows per part of a new job. None: 2,048; for kinds with many rows per input, at most 256.
+            make: The options of the output: kind, dimensions, number type, task and prompt.
+            part_rows: Rows per part of a new job. None: 2,048. For the kinds "tokens", "multi_vector" and "sparse": at
+                most 256.
             shard: The share to do; None for the whole job.
             overwrite: Whether to remove the output of another job first; not with `shard`.
             add_inputs: Whether to add inputs that the plan does not have.
@@ -87,7 +88,7 @@ class EmbedJob:
             raise ValueError(f"part_rows must be at least 1; was {part_rows}")
         if shard is not None and overwrite:
             raise ValueError(
-                "overwrite must be False with shard, because it would remove the parts of the other shards; remove the "
+                "overwrite cannot be used with shard: overwrite would remove the parts of other shards. Remove the "
                 "output before the first shard begins, or name another folder"
             )
         self._read = read
@@ -103,7 +104,7 @@ class EmbedJob:
             self.worker = backend.open(make, before.model if before else None)
             stack.callback(self._close_worker)
             self.plan, is_new = self._continued(before, found) if before else (self._new_plan(found), True)
-            if overwrite:  # only after the checks of the model and the inputs
+            if overwrite:  # after the checks of the model and the inputs, so that a mistake removes nothing
                 clear(self.store)
             if is_new and not self._save(before):
                 self._join(backend, make, found)
@@ -115,8 +116,8 @@ class EmbedJob:
             return Plan.from_json(text, f"{self.store.uri}/{PLAN_NAME}")
         if others := self._part_names():
             raise ValueError(
-                f"{self.store.uri} has {len(others):,} parts, such as {others[0]}, and no {PLAN_NAME} of their job; "
-                "name another folder, or remove them with --overwrite"
+                f"{self.store.uri} has {len(others):,} parts of a job, such as {others[0]}, but not the file "
+                f"{PLAN_NAME}. Name another folder, or remove the parts with --overwrite"
             )
         return None
 
@@ -131,7 +132,11 @@ class EmbedJob:
         return True
 
     def _join(self, backend: Backend, make: MakeOptions, found: Sequence[InputFile]) -> None:
-        """Use the plan that another run has just written, with its measured settings. Other settings must be equal."""
+        """Use the plan that another run has just written.
+
+        Batch size and threads that this run did not set come from that plan. All other settings and the inputs of both
+        runs must be equal.
+        """
         begun = self._saved_plan()
         differs = begun is None
         if begun is not None:
@@ -140,8 +145,8 @@ class EmbedJob:
             self.plan, differs = self._continued(begun, found)
         if differs:
             raise ValueError(
-                f"another job has just begun in {self.store.uri}, with other settings or inputs; name another folder, "
-                "or end that job and begin again with --overwrite"
+                f"another job has just begun in {self.store.uri}, with other settings or inputs. Name another folder, "
+                "or stop that job and begin again with --overwrite"
             )
 
     def _check_apart(self, found: Sequence[InputFile]) -> None:
@@ -159,10 +164,10 @@ class EmbedJob:
         return Plan(self._read, make, model, self._part_rows or rows_of_part(make, model), types, tuple(found))
 
     def _continued(self, before: Plan, found: Sequence[InputFile]) -> tuple[Plan, bool]:
-        """Return the plan of a continued job with the current paths, and whether the plan has changed.
+        """Return the plan of a continued job, with the current paths of the inputs.
 
-        If the job has no parts and the new plan differs, the new plan replaces the old plan. If a file has no parts,
-        the current file at its path replaces it.
+        Also return whether the plan has changed. If the job has no parts and the new plan differs, the new plan
+        replaces the old plan. If an input has no parts and its file has changed, the plan takes the changed file.
         """
         names = self._part_names()
         known, new = match_inputs(before.inputs, found)
@@ -196,7 +201,10 @@ class EmbedJob:
     def _input_problems(
         self, before: Plan, known: Sequence[InputFile | None], new: Mapping[str, InputFile]
     ) -> list[str]:
-        """Return a message for each input that differs. `new` has the files that are not in the plan, by path."""
+        """Return a message for each input that differs from the plan.
+
+        `new` has the files that are not in the plan, by path.
+        """
         problems = []
         added = dict(new)
         for index, was in enumerate(before.inputs):
@@ -204,7 +212,9 @@ class EmbedJob:
             if known[index] is None and was.uri in added:
                 now = added.pop(was.uri).size_bytes
                 how = "its checksum differs" if now == was.size_bytes else f"{was.size_bytes:,} bytes then, {now:,} now"
-                problems.append(f"{name} was changed: {how} (remove part-{index:05}-* to make its parts again)")
+                problems.append(
+                    f"{name} was changed: {how} (to make the parts of this file again, remove part-{index:05}-*)"
+                )
             elif known[index] is None:
                 problems.append(f"the job has the input {name}, which is not given now")
         names = [] if self._add_inputs else [click.format_filename(uri) for uri in added]
@@ -216,14 +226,14 @@ class EmbedJob:
         return self.plan.rows_of(self.shard)
 
     def finished(self) -> dict[Part, PartReport]:
-        """Return the parts of the share that are done; see `finished_parts`."""
+        """Return the finished parts of the share; see `finished_parts`."""
         if self._finished is None:
             found = finished_parts(self.plan, self.store)
             self._finished = {part: report for part, report in found.items() if self.shard.has(part)}
         return self._finished
 
     def run(self, *, on_progress: OnProgress | None = None, max_rejected: int | None = None) -> JobSummary:
-        """Do the missing parts. Call `run` only once.
+        """Make the missing parts. Call `run` only once.
 
         Raises:
             Stopped: `stop` was called. Finished parts stay.
@@ -261,7 +271,7 @@ class EmbedJob:
         )
 
     def stop(self) -> None:
-        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call.
+        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call `stop`.
 
         Running calls of a client are not cancelled. `EncoderClient.close` ends them at once.
         """

@@ -26,7 +26,7 @@ from encserve_client import (
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options for running a bundle in this process. None means the server's default.
+    """The options for running a bundle in this process. None means encserve-server's default.
 
     Attributes:
         engine: "onnxruntime" or "openvino".

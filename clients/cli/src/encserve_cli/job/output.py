@@ -27,7 +27,7 @@ _PART_KEY = "encserve_part"
 
 
 def part_of(name: str) -> Part | None:
-    """Return the part whose rows or rejected rows are in a file with this name; None for other files."""
+    """Return the part that a file name belongs to, as its rows or its rejected rows; None for other files."""
     found = _OF_JOB.fullmatch(name)
     return None if found is None else Part(int(found[1]), int(found[2]))
 
@@ -97,7 +97,7 @@ def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
 def _write_rejected(plan: Plan, store: Store, part: Part, rejected: Sequence[tuple[int, str]]) -> None:
     name = f"{REJECTED}/{part.name}.jsonl"
     if not rejected:
-        store.delete(name)  # may exist from a killed run, in which the server rejected other rows
+        store.delete(name)  # may be left over from a killed run, in which the server rejected other rows
         return
     uri = plan.inputs[part.input].uri
     lines = (json_text({"file": uri, "row": number, "reason": why}) + "\n" for number, why in rejected)
@@ -161,7 +161,7 @@ def _report(plan: Plan, part: Part, opened: Any) -> PartReport:
         raise ValueError(f"{name}: {changed[0]} differs from the job: {metadata.get(changed[0])!r}")
     rejected, ends_file = record.pop("rejected", None), record.pop("ends_file", None)
     if record != _record(plan, part, rows):
-        raise ValueError(f"{name}: has {rows:,} other rows, not the rows of this part")
+        raise ValueError(f"{name}: has {rows:,} rows that are not the rows of this part")
     return PartReport(part, rows, rejected, ends_file)
 
 
@@ -174,6 +174,6 @@ def _check_behind(plan: Plan, store: Store, parts: Sequence[Part], found: Mappin
     for part in parts:
         if part.input >= len(plan.inputs) or part.number > ends.get(part.input, part.number):
             raise ValueError(
-                f"{store.uri}/{part.name}.parquet: is not a part of this job, but readers of the folder would read its "
-                "rows; remove it, or begin again with --overwrite"
+                f"{store.uri}/{part.name}.parquet: is not a part of this job, but readers of the folder would read "
+                "this file too; remove the file, or begin again with --overwrite"
             )

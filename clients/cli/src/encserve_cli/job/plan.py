@@ -21,7 +21,8 @@ from encserve_client import DType, Output, Task
 
 PLAN_NAME = "_job.json"
 PLAN_FORMAT = 3
-# The rows of a part, for outputs with one row per input and with several. A part takes some seconds to a minute.
+# The rows of a part: for outputs with one vector per input, and for outputs with several. A part takes some seconds to
+# a minute.
 VECTOR_ROWS, RAGGED_ROWS = 2048, 256
 _MOST_PART_BYTES = 512 * MIB
 _MOST_PIECES = 64  # the largest number of pieces of a text file that several workers share
@@ -41,12 +42,12 @@ class MakeOptions:
     Attributes:
         kind: The kind of the output, as `Output.kind`. "" for the kind that the model was trained for, until the model
             is known.
-        dimensions: Keep only this many numbers at the start of each row; None for all.
-        dtype: The type of the numbers; "binary" packs 8 into a byte.
+        dimensions: Keep only the first `dimensions` numbers of each vector; None for all.
+        dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
         task: The task of the texts.
         prompt_name: The name of the prompt before every text; None for the default of the model or the task.
         truncate: Whether to cut an input that is too long. Otherwise the row is rejected.
-        exclude_special: For "tokens": whether to leave out the rows of special tokens.
+        exclude_special: For "tokens": whether to leave out the vectors of special tokens.
     """
 
     kind: str = ""
@@ -73,7 +74,7 @@ class ModelFacts:
         fingerprint: Identifies the bundle.
         space_id: Identifies the vector space; empty if unknown.
         pooling: The pooling of "model"; empty if unknown.
-        width: The number of numbers in a row of the output; for "binary" the number of bytes.
+        width: The number of numbers in a vector of the output; for "binary" the number of bytes.
         max_tokens: The largest number of tokens of an input.
         engine: "server", or an engine of this process.
         precision: The number type of the engine's computations.
@@ -97,7 +98,10 @@ class ModelFacts:
 
 
 def rows_of_part(make: MakeOptions, model: ModelFacts) -> int:
-    """Return the number of rows of a part. Parts of token rows have fewer rows, so a part has at most 512 MiB."""
+    """Return the number of rows of a part.
+
+    Parts of token vectors have fewer rows, so that a part has at most 512 MiB.
+    """
     if make.kind not in RAGGED:
         return VECTOR_ROWS
     row_bytes = model.max_tokens * model.width * np.dtype("u1" if make.dtype == "binary" else make.dtype).itemsize
@@ -110,7 +114,7 @@ class Plan:
 
     Attributes:
         read: The options for reading inputs.
-        make: The output of each input.
+        make: The options of the output.
         model: The model.
         part_rows: The rows of each part. The last part of a file may have fewer.
         kept_types: The Arrow type of each column of --keep, as `str(type)`.
@@ -163,7 +167,7 @@ class Plan:
         """Return the missing parts of a share, in order.
 
         Args:
-            finished: The parts that are done.
+            finished: The finished parts.
             shard: The share.
             divided: Whether to divide files with a known number of rows into pieces for several workers.
         """
@@ -218,7 +222,7 @@ class Plan:
                 tuple(InputFile(**it) for it in found["inputs"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{where}: is not the file of a job: {error}; --overwrite begins again") from error
+            raise ValueError(f"{where}: is not the plan of a job: {error}; begin again with --overwrite") from error
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -1,8 +1,8 @@
 """A job on a Ray cluster. Each actor has the model and makes parts of the output.
 
-The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room, and
-the actor does the missing parts of its work. `ray.util.ActorPool` is not used, because it would not tell which work
-failed.
+The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room. The
+actor then makes the missing parts of its work. `ray.util.ActorPool` is not used, because the pool does not report which
+work failed.
 """
 
 import dataclasses
@@ -246,7 +246,8 @@ class RayWorker:
                 actor, it = idle.pop(), left.popleft()
                 calls[actor.run.remote(job, to_store, it)] = actor, it
             if not left:
-                # Without these actors, restarting actors find room, and an autoscaler can remove nodes.
+                # These actors have no work left. After they end, restarting actors find room, and an autoscaler can
+                # remove nodes.
                 loading = [reply for reply, (_, it) in calls.items() if it is None]
                 for actor in [*idle, *(calls.pop(reply)[0] for reply in loading)]:
                     ray.kill(actor)
@@ -291,7 +292,7 @@ class RayWorker:
 
 def _deaths(plan: Plan, work: Work) -> str:
     name, uri = Part(work.input, work.first).name, plan.inputs[work.input].uri
-    return f"an actor died {_MOST_DEATHS} times at {name} or at one of the next parts, of {uri}"
+    return f"an actor died {_MOST_DEATHS} times while it made {name} or one of the next parts, of {uri}"
 
 
 def _plain(error: RayError, what: str) -> RuntimeError:

@@ -74,7 +74,7 @@ class Worker(Protocol):
         """
 
     def stop(self) -> None:
-        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call."""
+        """Make `run` raise Stopped after the running batches. Any thread and any signal handler may call `stop`."""
 
     def close(self) -> None:
         """Free the model."""

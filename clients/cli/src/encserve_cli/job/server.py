@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 # The errors of a server that died during a message. A server that refuses a message gives a reason.
 _CRASHES = (ServerUnavailableError, ServerError)
 _CRASH_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
-_PROBE_INPUTS = 32  # so that a probe takes little time, and few probes find one of 2,048 inputs
+_PROBE_INPUTS = 32  # small, so that a probe is fast; large enough to find one of 2,048 inputs with few probes
 _PROBE_SECONDS = 60.0  # the longest time of a probe, and of a restart of the server
-_MOST_CRASHING = 4  # a server that dies for more inputs of a block is broken
+_MOST_CRASHING = 4  # if a server dies for more inputs of a block, the server itself is broken
 
 
 class ServerEncoder:
@@ -134,8 +134,8 @@ class ServerEncoder:
                 raise error
         if result.fingerprint != self._info.fingerprint:
             raise ValueError(
-                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve that "
-                "version again, or begin again: a job with --overwrite"
+                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve the old "
+                "version again, or begin again (a job with --overwrite)"
             )
         on_batch(0, sum(it.token_count for it in result.sequences))
         if isinstance(inputs[0], list):

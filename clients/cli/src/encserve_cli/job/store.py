@@ -50,13 +50,15 @@ class Store(Protocol):
         """
 
     def read(self, name: str) -> bytes | None:
-        """Return the contents of a file; None if it is missing."""
+        """Return the contents of a file; None if the file is missing."""
 
     def open(self, name: str) -> Any:
         """Open a file as a `pyarrow.NativeFile` with random access."""
 
     def new_file(self, name: str) -> AbstractContextManager[Path]:
-        """Yield the local path of a new file. The file gets its name, or replaces a file, at the end of the block.
+        """Yield the local path of a new file.
+
+        At the end of the block, the file gets its final name. An older file of that name is replaced.
 
         If the block ends with an error, the file is removed.
 
@@ -172,7 +174,7 @@ class LocalStore:
                 final.hardlink_to(path)
             except FileExistsError:
                 return False
-            except OSError:  # without hard links, two processes may both succeed at the same time
+            except OSError:  # without hard links, two processes may succeed at the same time
                 if final.exists():
                     return False
                 path.replace(final)
@@ -185,7 +187,7 @@ class LocalStore:
 
 def _remove_if_dead(path: Path) -> None:
     with suppress(OSError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process lives
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process that locked the file lives
         path.unlink()
 
 

@@ -21,7 +21,7 @@ class InputFile:
         size_bytes: The size, in bytes.
         modified_ns: The modification time in ns since 1970; 0 if unknown.
         checksum: The checksum of the contents; see `encserve_cli.files.storage.checksum`.
-        rows: The number of rows; None if only reading the whole file would tell.
+        rows: The number of rows; None if the number is unknown without reading the whole file.
     """
 
     uri: str
@@ -82,7 +82,7 @@ class Work:
         input: The index of the file.
         first: The number of the first part.
         end: One more than the number of the last part; None for all parts until the end of the file.
-        finished: The numbers of parts that are already done.
+        finished: The numbers of the parts that are already finished.
         shard: The worker makes only parts of this share.
     """
 
@@ -98,7 +98,7 @@ class Work:
         return is_inside and part.number not in self.finished and self.shard.has(part)
 
     def without(self, parts: Iterable[Part]) -> "Work":
-        """Return this work without the parts, which are done."""
+        """Return this work without these parts, which are finished."""
         return replace(self, finished=self.finished.union(it.number for it in parts))
 
 

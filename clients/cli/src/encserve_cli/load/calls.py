@@ -1,4 +1,4 @@
-"""The calls of a load: requests to Encode, serialized before the load starts."""
+"""The calls of a load test: Encode requests, serialized before the test starts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The options that are the same for all calls of a load.
+    """The options that all calls of a load test share.
 
     Attributes:
         sequences_per_call: The number of sequences in a call.
@@ -60,7 +60,7 @@ def random_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Req
     Args:
         lengths: The number of tokens of each sequence, at most `info.max_sequence_tokens`, in the order of the calls.
         info: The model.
-        request: The options of the calls. An incomplete last call is left out.
+        request: The options of the calls. If the last sequences do not fill a call, they are not sent.
         seed: The seed of the random numbers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sends the calls of a load, and records when each call was due, sent and answered.
+"""Sends the calls of a load test, and records when each call was due, sent and answered.
 
 The calls are serialized before the load, and replies are not parsed. The load generator usually shares the CPUs with
 the server, so each computation in the generator would slow the server.
@@ -19,9 +19,9 @@ from encserve_cli.load.results import NOT_SENT, Load, LoadResult, summarize
 from encserve_client import AsyncEncoderClient
 
 # After an error, a caller waits before the next call. Otherwise a server that is full or down would get thousands of
-# calls a second. The load generator would use CPU time that the server needs to recover.
+# calls a second. The load generator would then use the CPU time that the server needs to recover.
 ERROR_PAUSE_SECONDS = 0.01
-# Calls at random times may be late. This many seconds after the end, the load generator gives up unsent calls.
+# Calls at random times may be late. The load generator gives up unsent calls this many seconds after the end.
 GRACE_SECONDS = 1.0
 
 
@@ -32,16 +32,16 @@ def run_load(
     *,
     on_edge: Callable[[], None] | None = None,
 ) -> LoadResult:
-    """Load a server, and return the measurement. Wait until all open calls have ended.
+    """Run a load test, and return the results. Return when all open calls have ended.
 
-    The load runs on a new event loop in this thread. Ctrl-C ends the load at once. The result then has only the calls
-    that ended before Ctrl-C.
+    The load test runs on a new event loop in this thread. Ctrl-C ends the load test at once. The result then has only
+    the calls that ended before Ctrl-C.
 
     Args:
         open_client: A function that returns a new client of the server. The load has one channel, because more channels
             are not faster.
         calls: At least one call. The calls are sent in this order. After the last call the first call is sent again.
-        load: The rate and the duration.
+        load: The number of callers or the rate, the durations, and the timeout.
         on_edge: A function that is called at the start and at the end of the measured time. Another thread runs it.
 
     Raises:

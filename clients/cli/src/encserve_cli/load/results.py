@@ -1,4 +1,4 @@
-"""The settings and the results of a load. This module does no I/O."""
+"""The settings and the results of a load test. This module does no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ NOT_SENT = "NOT_SENT"  # the label of calls that the load generator could not se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A number of callers, or a rate of calls: either `concurrency` or `rate_per_second`.
+    """The settings of a load test. Set `concurrency` or `rate_per_second`, not both.
 
     Attributes:
         concurrency: The number of callers. Each caller sends the next call after a reply.
         rate_per_second: Calls per second. The calls start at the random times of a Poisson process, whether or not
             earlier calls have replies.
-        seconds: The measured time.
-        warmup_seconds: The duration of the load before the measured time.
+        seconds: The duration of the measurement.
+        warmup_seconds: The duration of the warm-up, before the measurement.
         timeout_seconds: The timeout of each call.
         seed: The seed of the random times.
     """
@@ -34,10 +34,12 @@ class Load:
     seed: int = 0
 
     def arrival_seconds(self) -> Seconds:
-        """Return the random times of calls in ascending order, (calls,) seconds after the start of the warm-up.
+        """Return the random start times of the calls, sorted.
 
-        In a Poisson process, the number of events in a fixed time has a Poisson distribution. Given the number, the
-        times of the events are uniform.
+        Shape (calls,), in seconds since the start of the warm-up.
+
+        In a Poisson process, the number of events in a fixed time has a Poisson distribution. For a given number of
+        events, their times are independent and uniform.
         """
         rng = np.random.default_rng(self.seed)
         seconds = self.warmup_seconds + self.seconds
@@ -47,27 +49,28 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """The results of a load, without the warm-up.
+    """The results of a load test, without the warm-up.
 
-    `calls`, `sequences` and `tokens` count the calls that were answered in the measured time. With callers, latencies
-    and errors belong to calls that ended in the measured time. With a rate, they belong to calls that were due in the
-    measured time, even if the calls ended later.
+    `calls`, `sequences` and `tokens` count the calls that were answered in the measured time. With `concurrency`,
+    latencies and errors are those of calls that ended in the measured time. With `rate_per_second`, latencies and
+    errors are those of calls that were due in the measured time, even if these calls ended later.
 
     Attributes:
         load: The settings of the load.
         seconds: The measured time.
-        interrupted: Whether Ctrl-C ended the load.
+        interrupted: Whether Ctrl-C ended the load test.
         calls: The number of answered calls.
         sequences: The number of sequences in the answered calls.
         tokens: The number of tokens in the answered calls.
-        latency_seconds: (calls,) For each answered call, the time from when the call was due until the reply. A
-            caller's call is due when the caller is free.
+        latency_seconds: (calls,) For each answered call, the time from when the call was due until the reply. With
+            `concurrency`, a call is due when the caller's previous call has ended. After an error, the caller waits 10
+            ms first.
         errors: The number of failed calls by status and the server's reason, for example
             "RESOURCE_EXHAUSTED QUEUE_FULL". NOT_SENT counts calls that the load generator could not send in time.
         error_examples: The text of the first error of each kind, including errors of the warm-up.
         error_latency_seconds: (errors,) For each failed call, the time between sending and error.
         lateness_seconds: (calls,) For each call, the time from when the call was due until the call was sent. Lateness
-            is part of the latency. Empty with callers.
+            is part of the latency. With `concurrency`, the array is empty.
         generator_cpu_seconds: The CPU time of this process in the measured time.
     """
 
@@ -122,8 +125,8 @@ def summarize(
     Args:
         load: The settings of the load.
         calls: The calls of the load.
-        rows: (rows, 5) One row for each call: the times when the call was due, sent and answered, the index of the
-            call, and the index of the label. "Sent" is NaN for a call that was not sent.
+        rows: (rows, 5) One row for each call. The columns are: due, sent, answered, index of the call, index of the
+            label. "Sent" is NaN for a call that was not sent.
         labels: The labels. The first label is for calls without an error.
         start: The start of the measured time.
         end: The end of the measured time.

@@ -11,7 +11,7 @@ from encserve_cli.load.calls import Call, Request, random_calls, text_calls
 from encserve_cli.load.lengths import sample_lengths
 from encserve_client import EncoderClient, ModelInfo
 
-# The number of different sequences. After the last sequence, the load starts again with the first one.
+# The number of different sequences. After the last sequence, the load test starts again with the first sequence.
 _SEQUENCES = 4096
 _MIN_CALLS = 64
 _MAX_VECTOR_BYTES = 64 * 2**20

@@ -76,14 +76,15 @@ def _match(
         }
     products = query.vectors.astype(np.float32) @ document.vectors.astype(np.float32).T  # (query, document)
     largest, best = products.max(axis=1), products.argmax(axis=1)  # (query,)
-    # First the columns with the largest product of a row. Then the vectors that are most similar to a query vector.
+    # The columns with the largest product of a row come first. Then come the vectors that are most similar to a query
+    # vector.
     most_similar = np.argsort(-products.max(axis=0), kind="stable").tolist()
     columns = sorted([*dict.fromkeys([*best.tolist(), *most_similar])][: max(MAX_COLUMNS, len(set(best.tolist())))])
     shown = f"each of the {count:,} columns is a vector of the document"
     if len(columns) < count:
         shown = (
-            f"each column is a vector of the document ({len(columns):,} of {count:,} vectors, those most similar to a "
-            "vector of the query)"
+            f"each column is a vector of the document (the {len(columns):,} of {count:,} vectors that are most similar "
+            "to a vector of the query)"
         )
     return match | {
         "lead": f"Each row is a vector of the query, and {shown}. The colour is the dot product. A frame marks the "

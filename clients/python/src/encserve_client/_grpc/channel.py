@@ -70,7 +70,8 @@ def balancing_options() -> dict[str, str | int]:
     }
     return {
         "grpc.service_config": json.dumps(config),
-        # gRPC must find a restarted server before the retries of a call are used up: the other servers may stop next.
+        # gRPC must find a restarted server before the retries of a call are used up, because the other servers may stop
+        # next.
         "grpc.max_reconnect_backoff_ms": 500,
         # gRPC resolves a name again when a connection is lost, but by default at most every 30 s. In that time, a
         # rolling update could give new addresses to all servers.
@@ -98,7 +99,7 @@ def channel_options(
         "grpc.min_reconnect_backoff_ms": _CONNECT_MS,
         # A machine that loses power does not close its connections. gRPC drops such a connection within 20 s, so that
         # calls have time for another attempt. Servers allow a ping every 10 s. The third option limits the pings that
-        # measure bandwidth: during such a ping, by default up to 60 s, gRPC sends no keepalive ping.
+        # measure bandwidth. During such a ping, gRPC sends no keepalive ping, by default for up to 60 s.
         "grpc.keepalive_time_ms": 12_000,
         "grpc.keepalive_timeout_ms": 8_000,
         "grpc.http2.ping_timeout_ms": 8_000,

@@ -48,7 +48,7 @@ class Diagnosis:
         self._last: tuple[float, str] | None = None  # the time of the last test, and the cause
 
     def may_help(self, failure: Failure) -> bool:
-        """Whether the connection may have failed. A reason would show that the server itself answered."""
+        """Whether the connection may have failed. If a failure has a reason, the server itself answered."""
         return failure.code is grpc.StatusCode.UNAVAILABLE and not failure.reason
 
     def explain(self, failure: Failure) -> Failure:

@@ -44,7 +44,9 @@ def call_metadata(api_key: str | None, metadata: MetadataArgument | None) -> Met
                 field="metadata",
             )
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise InvalidInputError(f"must have values of printable ASCII; {key!r} has another", field="metadata")
+            raise InvalidInputError(
+                f"must have values of printable ASCII; the value of {key!r} has other characters", field="metadata"
+            )
     if bearer := _read_key(api_key, has_authorization="authorization" in dict(pairs)):
         pairs.append(("authorization", f"Bearer {bearer}"))
     return tuple(pairs)

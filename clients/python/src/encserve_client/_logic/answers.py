@@ -210,7 +210,7 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
         )
     matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
     has_indices = tensor.kind == pb.OUTPUT_KIND_SPARSE or (tensor.kind == pb.OUTPUT_KIND_MULTI_VECTOR and not rows)
-    if not tensor.indices and not has_indices:  # joined vectors have no indices
+    if not tensor.indices and not has_indices:  # merged vectors have no indices
         return Block(matrix, lengths)
     _check_count(f"{name}.indices", len(tensor.indices), 4 * rows)
     return Block(matrix, lengths, np.frombuffer(tensor.indices, "<u4"))

@@ -2,8 +2,8 @@
 
 The number of tokens is exact for token ids and vectors. For texts, the number is an estimate of the typical case,
 because the worst case would make messages tiny. If the estimate was too low, the server refuses the message before any
-computation, and `Dispatch` splits the message. The same holds for a reply over the server's limit. But only gRPC checks
-the limit of this client, after the computation. So the size of the rows limits a message too.
+computation, and `Dispatch` splits the message. The same holds for a reply over the server's limit. But the reply limit
+of this client is checked only by gRPC, after the computation. So the expected size of the rows limits a message too.
 """
 
 import math
