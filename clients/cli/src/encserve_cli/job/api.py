@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 
 from encserve.extras import needs
-from encserve_cli.bundles.finding import find_bundle
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
@@ -62,6 +61,8 @@ def backend_of(
     if model is not None or model_version is not None:
         raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
     assert bundle is not None  # noqa: S101 - the check above ensures this
+    from encserve_cli.bundles.finding import find_bundle  # imports the server
+
     if ray is not None:
         with needs("--ray", "ray", ValueError):
             from encserve_cli.job.ray import RayBackend

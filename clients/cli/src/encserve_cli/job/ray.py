@@ -1,8 +1,8 @@
 """A job on a Ray cluster. Each actor has the model and makes parts of the output.
 
 The driver has the plan but no rows. If an actor or its node dies, Ray starts the actor again on any node with room. The
-actor then makes the missing parts of its work. `ray.util.ActorPool` is not used, because the pool does not report which
-work failed.
+driver gives the missing parts of the work to the next free actor. Ray's own retries are not used: Ray tries again at
+once, and needs some seconds to see that a node is lost. `ray.util.ActorPool` does not report which work failed.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ from encserve_cli.job.types import BatchProgress, Part, PartReport, Stopped, Wor
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # the job ends after this many deaths of an actor in the same work
-_LOAD_FAILED = f"an actor died {_MOST_DEATHS} times while it loaded the model"
+_MOST_DEATHS = 3  # the job ends after this many deaths of actors in the same work
+_AWAY_SECONDS = 60.0  # the longest time without an answer of an actor
 _LOOK_SECONDS = 1.0  # the time between two checks for a stop
 _WARN_SECONDS = 30.0
 
@@ -166,16 +166,12 @@ class _Actor:
         """Make the parts of `work`. Return the reports of the parts, and the number of tokens."""
         make, model = self.open(plan.make, plan.model)
         counts: list[int] = []
-        done: dict[Part, PartReport] = {}
         with _errors_of_node():
             if problems := differences(plan, plan.read, make, model):
                 raise ValueError(f"the model differs from the model of the job: {'; '.join(problems)}")
-            if ray.get_runtime_context().was_current_actor_reconstructed:  # perhaps the actor died in this work
-                done = finished_parts(plan, store, work.has)
-                work = work.without(done)
             assert self._worker is not None  # noqa: S101 - `open` sets it
             made = list(self._worker.run(plan, store, [work], lambda _, tokens: counts.append(tokens)))
-        return [*done.values(), *made], sum(counts)
+        return made, sum(counts)
 
 
 @contextmanager
@@ -207,75 +203,100 @@ class RayWorker:
         self._most = options.actors
         self._is_owner = is_owner
         self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._warn_at = time.monotonic() + _WARN_SECONDS
         self._actors = [self._start()]
+        # reply → (actor, work); the work is None while an actor loads the model.
+        self._calls: dict[Any, tuple[Any, Work | None]] = {}
+        self._deaths: Counter[Work] = Counter()
+        self._away_since: dict[int, float] = {}  # id of an actor that does not answer → time
         reply = self._actors[0].open.remote(*arguments)
-        warn_at = time.monotonic() + _WARN_SECONDS
         while not self._wait([reply]):
-            if time.monotonic() >= warn_at:
-                warn_at += _WARN_SECONDS
-                needs = ", ".join(f"{name} {amount:g}" for name, amount in self._needs.items())
-                logger.warning("no actor is ready yet: it loads the model, or waits for a node with %s", needs)
+            pass
         self.make: MakeOptions
         self.model: ModelFacts
         try:
             self.make, self.model = ray.get(reply)
         except RayError as error:
-            raise _plain(error, _LOAD_FAILED) from None
+            raise _plain(error, "the actor died while it loaded the model") from None
 
     def _start(self) -> Any:
-        settings = {
-            "num_cpus": self._needs["CPU"],
-            "num_gpus": self._needs.get("GPU"),
-            "max_restarts": -1,
-            "max_task_retries": _MOST_DEATHS - 1,
-        }
+        settings = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU"), "max_restarts": -1}
         return ray.remote(_Actor).options(**settings).remote(self._backend)
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
         """See `Worker`."""
         count = min(self._most or max(1, _fitting_actors(self._needs)), len(work))
         self._actors += [self._start() for _ in range(count - 1)]
-        # reply → (actor, work); the work is None while an actor loads the model.
-        calls: dict[Any, tuple[Any, Work | None]] = {
-            it.open.remote(self.make, self.model): (it, None) for it in self._actors
-        }
+        for actor in self._actors:
+            self._load(actor)
         job, to_store = ray.put(plan), ray.put(store)
         left, idle = deque(work), list[Any]()
-        while left or any(it is not None for _, it in calls.values()):
+        while left or any(it is not None for _, it in self._calls.values()):
             while left and idle:
                 actor, it = idle.pop(), left.popleft()
-                calls[actor.run.remote(job, to_store, it)] = actor, it
+                self._calls[actor.run.remote(job, to_store, it)] = actor, it
             if not left:
-                # These actors have no work left. After they end, restarting actors find room, and an autoscaler can
-                # remove nodes.
-                loading = [reply for reply, (_, it) in calls.items() if it is None]
-                for actor in [*idle, *(calls.pop(reply)[0] for reply in loading)]:
-                    ray.kill(actor)
-                idle.clear()
-            for reply in self._wait(list(calls)):
-                actor, given = calls.pop(reply)
-                idle.append(actor)
+                self._release(idle)
+            for reply in self._wait(list(self._calls)):
+                actor, given = self._calls.pop(reply)
                 try:
                     answer = ray.get(reply)
                 except RayActorError as error:
-                    done = {} if given is None else finished_parts(plan, store, given.has)
-                    if given is None or not done:
-                        raise _plain(error, _LOAD_FAILED if given is None else _deaths(plan, given)) from None
-                    yield from done.values()
-                    left.append(given.without(done))
+                    if given is not None:
+                        done = finished_parts(plan, store, given.has)
+                        yield from done.values()
+                        given = given.without(done)
+                        left.append(given)
+                    self._repeat(actor, given, plan, error)
                     continue
                 except RayError as error:
                     raise _plain(error, "the cluster failed") from None
+                idle.append(actor)
+                self._away_since.pop(id(actor), None)
                 if given is not None:
                     reports, tokens = answer
                     on_batch(0, tokens)
                     yield from reports
 
+    def _load(self, actor: Any) -> None:
+        self._calls[actor.open.remote(self.make, self.model)] = actor, None
+
+    def _release(self, idle: list[Any]) -> None:
+        """End actors without work. Then restarting actors find room, and an autoscaler can remove nodes."""
+        loading = [reply for reply, (_, it) in self._calls.items() if it is None]
+        for actor in [*idle, *(self._calls.pop(reply)[0] for reply in loading)]:
+            ray.kill(actor)
+        idle.clear()
+
+    def _repeat(self, actor: Any, given: Work | None, plan: Plan, error: RayActorError) -> None:
+        """Load the model again in an actor that died. Ray may need some seconds to see that a node is lost.
+
+        Raises:
+            RuntimeError: The actors died too often in the same work, or the actor has been away for too long.
+        """
+        since = self._away_since.setdefault(id(actor), time.monotonic())
+        if given is not None:
+            self._deaths[given] += 1  # counts from 0 again if a part was finished since the last death
+            if self._deaths[given] == _MOST_DEATHS:
+                name, uri = Part(given.input, given.first).name, plan.inputs[given.input].uri
+                what = f"an actor died {_MOST_DEATHS} times while it made {name} or one of the next parts, of {uri}"
+                raise _plain(error, what)
+        elif time.monotonic() - since > _AWAY_SECONDS:
+            raise _plain(error, f"an actor has not answered for {_AWAY_SECONDS:.0f} s")
+        time.sleep(_LOOK_SECONDS)
+        self._load(actor)
+
     def _wait(self, replies: list[Any]) -> list[Any]:
-        """Wait at most a second. Return the replies that are ready."""
+        """Wait at most a second. Return the replies that are ready. Warn if no actor is ready for a long time."""
         if self._stopped:
             raise Stopped
         ready: list[Any] = ray.wait(replies, timeout=_LOOK_SECONDS)[0]
+        if ready or any(it is not None for _, it in self._calls.values()):
+            self._warn_at = time.monotonic() + _WARN_SECONDS
+        elif time.monotonic() >= self._warn_at:
+            self._warn_at += _WARN_SECONDS
+            needs = ", ".join(f"{name} {amount:g}" for name, amount in self._needs.items())
+            logger.warning("no actor is ready yet: it loads the model, or waits for a node with %s", needs)
         return ready
 
     def stop(self) -> None:
@@ -288,11 +309,6 @@ class RayWorker:
             ray.kill(actor)
         if self._is_owner:
             ray.shutdown()
-
-
-def _deaths(plan: Plan, work: Work) -> str:
-    name, uri = Part(work.input, work.first).name, plan.inputs[work.input].uri
-    return f"an actor died {_MOST_DEATHS} times while it made {name} or one of the next parts, of {uri}"
 
 
 def _plain(error: RayError, what: str) -> RuntimeError:
