@@ -6,13 +6,13 @@ The argument is a bundle, a model's folder, a URI, a checkpoint, or a name on th
 import fcntl
 import os
 import shutil
-import stat
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_exporter import FakeExporter
 from tiny_bundle import write_bundle
 
 from encserve_cli.bundles import exporting
@@ -20,23 +20,6 @@ from encserve_cli.bundles.argument import BundleFolder, HubModel, read_model, sp
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import find_bundle, prepare, pull
 from encserve_cli.bundles.work import Stopped
-
-# Copies a finished bundle with the requested name, instead of an export.
-EXPORTER = """#!{python}
-import argparse, pathlib, shutil, sys
-parser = argparse.ArgumentParser()
-for name in ("verb", "source", "--model-repository", "--name", "--version"):
-    parser.add_argument(name)
-given, more = parser.parse_known_args()
-with open({log!r}, "a") as log:
-    log.write(" ".join([given.source, given.name, *more]) + "\\n")
-print("reading the weights …", file=sys.stderr)
-print("the report")
-if given.source.endswith("/broken"):
-    sys.exit("Usage: encserve-export\\nError: the weights are broken")
-path = pathlib.Path(given.name, given.version)
-shutil.copytree(pathlib.Path({ready!r}) / path, pathlib.Path(given.model_repository) / path)
-"""
 
 Exports = Callable[[], list[str]]
 
@@ -69,26 +52,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set PATH to a folder with Python only, so that encserve-export is not found. Return this folder."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "python").symlink_to(os.path.realpath(sys.executable))
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    monkeypatch.setenv("PATH", str(programs))
-    return programs
-
-
-@pytest.fixture
-def exports(no_exporter: Path, tmp_path: Path) -> Exports:
+def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exports:
     """Install a fake encserve-export. Return a function that lists the runs of the fake as "SOURCE NAME OPTION…"."""
-    program, log, ready = no_exporter / "encserve-export", tmp_path / "log", tmp_path / "ready"
-    for version in ("1", "2"):
-        write_bundle(ready, "my-encoder", version)
-    program.write_text(EXPORTER.format(python=os.path.realpath(sys.executable), log=str(log), ready=str(ready)))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    log.touch()
-    return lambda: log.read_text().splitlines()
+    exporter = FakeExporter(tmp_path / "exporter")
+    monkeypatch.setenv("PYTHONPATH", exporter.python_path)
+    return exporter.runs
 
 
 def make_bundle(folder: Path) -> Path:
@@ -195,7 +163,7 @@ def test_a_checkpoint_is_exported_once(
 
 def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Exports) -> None:
     checkpoint = str(make_checkpoint(tmp_path / "my-encoder"))
-    write_bundle(tmp_path / "ready", "other", "1")
+    write_bundle(tmp_path / "exporter" / "ready", "other", "1")
     work = Steps()
     int8 = ExportOptions("int8", "cls", 64, ignore_head=True)
     found = {
@@ -210,6 +178,20 @@ def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Export
         f"{checkpoint} other --precision float32",
     ]
     assert work.details == ["the report"] * 3
+
+
+def test_a_program_on_the_path_is_not_the_exporter(
+    tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a module in the current folder."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for program in (programs / "encserve-export", tmp_path / "encserve.py"):
+        program.write_text("#!/bin/sh\nexit 9\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    find_bundle(str(make_checkpoint(tmp_path / "my-encoder")))
+    assert len(exports()) == 1
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, exports: Exports, cache: Path) -> None:
@@ -299,7 +281,8 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, exports: Expor
         find_bundle(str(make_checkpoint(tmp_path / "my-encoder")))
 
 
-def test_without_the_exporter_the_error_names_the_commands(tmp_path: Path, no_exporter: Path) -> None:
+def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     with pytest.raises(ValueError, match="needs PyTorch") as error:
         find_bundle(str(checkpoint))

@@ -36,7 +36,14 @@ def test_the_precision_of_an_export_is_not_the_precision_of_the_server() -> None
         ([], "give MODEL, such as sentence-transformers/all-MiniLM-L6-v2, or --model-repository"),
         (["tiny", "--model-repository", "."], "give MODEL, such as"),
         (["one/tiny", "--model", "tiny"], "--model goes with --model-repository; give its models as MODEL instead"),
-        (["one/tiny", "two/tiny/1"], "two models are named tiny; give one another name, as NAME=MODEL"),
+        (["one/tiny", "two/tiny/1"], "rename one with `encserve bundle rename two/tiny/1 --name NAME`"),
+        (["one/tiny/1", "one/tiny/1"], "two models are named tiny; rename one with `encserve bundle rename"),
+        (["one/tiny", "one/tiny/1"], "two models are named tiny; rename one with `encserve bundle rename"),
+        (
+            ["one/tiny", "tiny=owner/other"],
+            "tiny; give the checkpoint another name, as NAME=MODEL",
+        ),
+        (["s3://a/tiny/1", "s3://b/tiny/1"], "copy one with `encserve pull URI --to DIR`, and rename the copy with"),
         (
             ["nowhere"],
             "nowhere: there is no such folder; a model of the hub is named OWNER/NAME or OWNER/NAME@REVISION",

@@ -23,7 +23,7 @@ from encserve_cli.interrupts import Interrupts
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.system.cache import open_private
-from encserve_server.system.files import flush
+from encserve_server.system.files import flush, store_whole
 
 _KEY_DIGITS = 16
 _LOOK_SECONDS = 0.2
@@ -54,16 +54,10 @@ class Commits:
     folder: Path
 
     def remember(self, repository: str, revision: str | None, commit: str) -> None:
-        """Store the commit of a revision. None is the main branch.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Store the commit of a revision. None is the main branch. Nothing is stored in a read-only folder."""
         if self.recall(repository, revision) != commit:
-            path = self._path(repository, revision)
-            draft = path.with_name(f"{path.name}.{os.getpid()}")
-            draft.write_text(commit, encoding="ascii")
-            draft.replace(path)
+            with suppress(OSError):  # the bundle is finished; only a start without a network needs the commit
+                store_whole(self._path(repository, revision), partial(Path.write_text, data=commit, encoding="ascii"))
 
     def recall(self, repository: str, revision: str | None) -> str | None:
         """Return the stored commit of a revision, or None."""
@@ -91,16 +85,20 @@ class BundleCache:
         """Return the finished bundle of a key, or None. The checksum of every file is checked.
 
         A broken bundle counts as missing, and `work` gets a line about it.
+
+        Raises:
+            OSError: Other users can write to the cache, or the cache belongs to another user.
         """
         entry = self.folder / f"{name}-{key}"
         if not entry.is_dir():
             return None
+        self._open()
         bundle = newest_bundle(entry / name) if (entry / name).is_dir() else None
         if bundle is None:
             work.note(f"a bundle in the cache is incomplete and will be made again: {entry}")
         return bundle if bundle is not None and _is_whole(bundle, work) else None
 
-    def make(self, name: str, key: str, make: Make, work: Work) -> Path:
+    def get(self, name: str, key: str, make: Make, work: Work) -> Path:
         """Return the bundle of a key. If it is missing, call `make`, in one process at a time.
 
         Args:
@@ -113,10 +111,14 @@ class BundleCache:
             OSError: The cache cannot be written, or other users can write to it. Other exceptions of `make` and of
                 `work` pass through.
         """
-        self._open()
         entry = self.folder / f"{name}-{key}"
+        checked = _stamp(entry)
+        if found := self.find(name, key, work):
+            return found
+        self._open()
         with _locked(entry, work):
-            if found := self.find(name, key, work):
+            # Another process may have made the bundle meanwhile.
+            if _stamp(entry) != checked and (found := self.find(name, key, work)):
                 return found
             shutil.rmtree(entry, ignore_errors=True)
             _sweep(self.folder)
@@ -131,6 +133,15 @@ class BundleCache:
         # ONNX Runtime's cache of weights is in the parent folder. The server refuses it if other users can write to it.
         open_private(self._own)
         open_private(self.folder)
+
+
+def _stamp(entry: Path) -> tuple[int, int] | None:
+    """Return the inode and the time of a folder. A folder that another process puts in its place has other values."""
+    try:
+        status = entry.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def publish(repository: Path, name: str, version: str, facts: Facts, make: Make, work: Work) -> Path:
@@ -202,14 +213,19 @@ def _locked(target: Path, work: Work) -> Iterator[None]:
         work.stage(f"waiting for another process, which makes {target.name}")
         time.sleep(_LOOK_SECONDS)
     try:
-        yield
+        with Interrupts.cleanup(partial(_lock_of(target).unlink, missing_ok=True)):
+            yield
     finally:
         unlock()
 
 
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_LOCK}")
+
+
 def _try_lock(target: Path) -> Callable[[], None] | None:
     """Lock a target, and return a function that unlocks it. Return None if another process holds the lock."""
-    path = target.with_name(f".{target.name}{_LOCK}")
+    path = _lock_of(target)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def unlock() -> None:

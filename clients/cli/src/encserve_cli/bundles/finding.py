@@ -12,6 +12,7 @@ from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Mo
 from encserve_cli.bundles.cache import BundleCache, Commits, Make, key_of, publish
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.work import Work, shown_work
+from encserve_cli.shared import one_line
 
 _FIRST_VERSION = "1"
 _MB = 1_000_000
@@ -57,6 +58,8 @@ def find_bundle(given: str) -> Path:
 def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     """Return the folder of a model's bundle. If the cache does not have the bundle, make the bundle in the cache.
 
+    If the newest commit cannot become a bundle now, the finished bundle of the last served commit is returned.
+
     Raises:
         ValueError: The model cannot become a bundle on this machine: PyTorch or memory is missing, or a URI is wrong.
         HubError: The checkpoint cannot be downloaded.
@@ -69,9 +72,18 @@ def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     cache = BundleCache()
     commits = Commits(cache.folder)
     work.stage("looking for the model")
-    source = _source_of(model, options, _FIRST_VERSION, work, commits)
-    key = key_of(source.facts)
-    bundle = cache.find(source.name, key, work) or cache.make(source.name, key, source.make, work)
+    try:
+        source = _source_of(model, options, _FIRST_VERSION, work)
+        bundle = cache.get(source.name, key_of(source.facts), source.make, work)
+    except hub.UnknownRevision:
+        raise
+    except (ValueError, OSError, RuntimeError, hub.HubError) as error:
+        earlier = _earlier_source(model, options, _FIRST_VERSION, commits, error)
+        finished = earlier and cache.find(earlier.name, key_of(earlier.facts), work)
+        if earlier is None or finished is None:
+            raise
+        work.note(_continuing(error, earlier))
+        return finished
     _remember(model, source, commits)
     return bundle
 
@@ -89,7 +101,16 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
         raise ValueError(f"{model.folder}: is a bundle already; `encserve serve {model.folder}` serves the bundle")
     work.stage("looking for the model")
     cache, commits = BundleCache(), Commits(repository)
-    source = _source_of(model, options, version, work, commits)
+    failed: hub.HubError | None = None
+    try:
+        source = _source_of(model, options, version, work)
+    except hub.UnknownRevision:
+        raise
+    except hub.HubError as error:
+        earlier = _earlier_source(model, options, version, commits, error)
+        if earlier is None:
+            raise
+        source, failed = earlier, error
     key = key_of(source.facts)
 
     def make(folder: Path, temporary: Path) -> None:
@@ -100,22 +121,52 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
             shutil.copytree(kept, folder / source.name / source.version)
 
     bundle = publish(repository, source.name, source.version, source.facts, make, work)
+    if failed is not None:
+        work.note(_continuing(failed, source))
     _remember(model, source, commits)
     return bundle
 
 
 def _source_of(
-    model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work, commits: Commits
+    model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work
 ) -> _Source:
     if isinstance(model, RemoteBundle):
         return _remote(model)
-    facts = {"encserve": __version__, "name": model.name, "version": version, "options": asdict(options)}
     if isinstance(model, Checkpoint):
-        facts["directory"] = _digest(model.directory, work)
+        facts = _export_facts(model.name, options, version) | {"directory": _digest(model.directory, work)}
         return _Source(model.name, version, facts, _exports_directory(model, options, version, work))
-    snapshot = _find_on_hub(model, work, commits)
-    facts |= {"repository": model.repository, "commit": snapshot.revision}
+    snapshot = hub.find(model.repository, model.revision)
+    facts = _commit_facts(model, options, version, snapshot.revision)
     return _Source(model.name, version, facts, _exports_snapshot(model, snapshot, options, version, work))
+
+
+def _export_facts(name: str, options: ExportOptions, version: str) -> dict[str, object]:
+    return {"encserve": __version__, "name": name, "version": version, "options": asdict(options)}
+
+
+def _commit_facts(model: HubModel, options: ExportOptions, version: str, commit: str) -> dict[str, object]:
+    return _export_facts(model.name, options, version) | {"repository": model.repository, "commit": commit}
+
+
+def _earlier_source(
+    model: Model, options: ExportOptions, version: str, commits: Commits, error: Exception
+) -> _Source | None:
+    """Return the last served commit of a model on the hub, or None.
+
+    If this commit has no finished bundle, its `make` raises `error`, which is the reason to look for the commit.
+    """
+    commit = commits.recall(model.repository, model.revision) if isinstance(model, HubModel) else None
+    if not isinstance(model, HubModel) or commit is None:
+        return None
+
+    def make(*_: Path) -> None:
+        raise error
+
+    return _Source(model.name, version, _commit_facts(model, options, version, commit), make)
+
+
+def _continuing(error: Exception, source: _Source) -> str:
+    return f"{one_line(error)}. Continuing with commit {source.facts['commit']}, which was exported before"
 
 
 def _remote(model: RemoteBundle) -> _Source:
@@ -142,13 +193,12 @@ def _digest(directory: Path, work: Work) -> str:
 def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, work: Work) -> Make:
     def make(folder: Path, temporary: Path) -> None:
         source = str(model.directory)
-        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_exporter(source, model.name)
         exporting.check_settings(source, model.directory, options)
         files = {name: (model.directory / name).stat().st_size for name in hub.export_files(model.directory)}
         needed = exporting.check_memory(source, hub.Plan(files, ()).weights_bytes, model.directory)
         _announce(source, needed, 0, work)
         exporting.export(
-            exporter,
             model.directory,
             model.name,
             options,
@@ -161,27 +211,13 @@ def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, 
     return make
 
 
-def _find_on_hub(model: HubModel, work: Work, commits: Commits) -> hub.Snapshot:
-    """Return the commit of a model. If the hub does not answer, return the commit of the last finished bundle."""
-    try:
-        return hub.find(model.repository, model.revision)
-    except hub.UnknownRevision:
-        raise
-    except hub.HubError as error:
-        commit = commits.recall(model.repository, model.revision)
-        if commit is None:
-            raise
-        work.note(f"{error}. Continuing with commit {commit}, which was exported before")
-        return hub.Snapshot(Path(), model.repository, commit)
-
-
 def _exports_snapshot(
     model: HubModel, snapshot: hub.Snapshot, options: ExportOptions, version: str, work: Work
 ) -> Make:
     source = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
 
     def make(folder: Path, temporary: Path) -> None:
-        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_exporter(source, model.name)
         exporting.check_settings(source, snapshot.directory, options)
         plan = hub.plan(snapshot)
         needed = exporting.check_memory(source, plan.weights_bytes, snapshot.directory)
@@ -193,7 +229,6 @@ def _exports_snapshot(
 
         hub.fetch(snapshot, plan, tell)
         exporting.export(
-            exporter,
             snapshot,
             model.name,
             options,
