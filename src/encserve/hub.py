@@ -370,6 +370,8 @@ def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
+    bases = (it for it in HfHubHTTPError.__bases__ if issubclass(it, Exception))
+    failures: tuple[type[Exception], ...] = (EntryNotFoundError, RuntimeError, *bases)
     for name, level in _LOG_LEVELS.items():
         logging.getLogger(name).setLevel(level)
     try:
@@ -385,7 +387,7 @@ def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
             f"no directory {repository}, and no such model on the hub that you can read; a private model needs hf auth "
             "login, or HF_TOKEN"
         ) from error
-    except (EntryNotFoundError, *HfHubHTTPError.__bases__, RuntimeError) as error:
+    except failures as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
             raise HubError(
                 f"{repository}: the hub refuses your token. Set HF_TOKEN to a valid token, or log in again (hf auth "

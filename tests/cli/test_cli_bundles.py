@@ -3,10 +3,12 @@
 The argument is a bundle, a model's folder, a URI, a checkpoint, or a name on the Hugging Face hub.
 """
 
+import errno
 import fcntl
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from fake_exporter import FakeExporter
 from tiny_bundle import write_bundle
 
-from encserve_cli.bundles import exporting
+from encserve_cli.bundles import exporting, finding
 from encserve_cli.bundles.argument import BundleFolder, HubModel, read_model, split_name
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import find_bundle, prepare, pull
@@ -70,6 +72,10 @@ def make_checkpoint(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"0")
     return folder
+
+
+def refuse_to_write(**_: object) -> str:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def entries(cache: Path) -> list[str]:
@@ -279,6 +285,22 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, exports: Expor
     cache.chmod(0o777)
     with pytest.raises(OSError, match="other users can write to it; chmod 700"):
         find_bundle(str(make_checkpoint(tmp_path / "my-encoder")))
+    cache.chmod(0o700)
+    find_bundle("my-encoder")
+    cache.chmod(0o777)
+    with pytest.raises(OSError, match="other users can write to it; chmod 700"):
+        find_bundle("my-encoder")
+
+
+def test_a_finished_bundle_is_used_from_a_read_only_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(f"file://{write_bundle(tmp_path / 'remote')}")
+    bundle = prepare(model, ExportOptions(), Steps())
+    for path in cache.glob(".commit-*"):
+        path.unlink()
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse_to_write)
+    assert prepare(model, ExportOptions(), Steps()) == bundle
 
 
 def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +345,45 @@ def test_the_bundle_of_a_uri_is_copied_once(tmp_path: Path, cache: Path) -> None
         find_bundle(f"file://{remote.parent}")
 
 
+def test_the_copy_of_a_uri_is_found_without_the_store(tmp_path: Path, cache: Path) -> None:
+    model = read_model(f"file://{write_bundle(tmp_path / 'remote')}")
+    bundle = prepare(model, ExportOptions(), Steps())
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    shutil.rmtree(tmp_path / "remote")
+    (tmp_path / "remote").symlink_to("remote")  # a loop: every read is an OSError
+    work = Steps()
+    assert prepare(model, ExportOptions(), work) == bundle
+    assert pull(model, ExportOptions(), tmp_path / "models", "1", work) == pulled
+    assert all(note.endswith(". Continuing with the files copied before") for note in work.notes)
+    assert len(work.notes) == 2
+    shutil.rmtree(bundle.parent.parent)
+    with pytest.raises(OSError, match="remote"):
+        prepare(model, ExportOptions(), work)
+
+
+def test_a_copy_names_its_stage_and_can_be_stopped(tmp_path: Path, cache: Path) -> None:
+    class Impatient(Steps):
+        def stage(self, text: str, fraction: float | None = None) -> None:
+            super().stage(text, fraction)
+            if text.startswith("copying "):
+                raise Stopped
+
+    work = Impatient()
+    with pytest.raises(Stopped):
+        prepare(read_model(f"file://{write_bundle(tmp_path / 'remote')}"), ExportOptions(), work)
+    assert work.stages[-1].endswith(" MB")
+    assert entries(cache) == []
+
+
+def test_a_uri_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"file://{write_bundle(tmp_path / 'remote')}"
+    monkeypatch.delitem(sys.modules, "encserve_cli.bundles.uris", raising=False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
+    with pytest.raises(ValueError, match=r'needs pyarrow: pip install "encserve\[cli\]"'):
+        find_bundle(uri)
+
+
 # pull
 
 
@@ -342,6 +403,26 @@ def test_pull_writes_a_bundle_into_a_model_repository(tmp_path: Path, exports: E
     assert [it.name for it in models.iterdir()] == ["my-encoder"]
     with pytest.raises(ValueError, match="is a bundle already"):
         pull(read_model(str(models / "my-encoder")), ExportOptions(), models, "1", work)
+
+
+def test_pull_keeps_the_bundle_of_another_version_of_encserve(
+    tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    monkeypatch.setattr(finding, "__version__", "999.0.0")
+    assert pull(model, ExportOptions(), tmp_path / "models", "1", Steps()) == pulled
+    assert len(exports()) == 1
+
+
+def test_pull_does_not_take_a_bundle_in_the_place_of_its_own(tmp_path: Path, exports: Exports) -> None:
+    """The file about the source is still there, but the bundle was replaced."""
+    model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    shutil.rmtree(pulled)
+    write_bundle(tmp_path / "models", "my-encoder", "1", prompts={"query": "query: "})
+    with pytest.raises(ValueError, match="exists and holds another bundle"):
+        pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
 
 
 def test_pull_copies_a_finished_bundle_from_the_cache(tmp_path: Path, exports: Exports) -> None:

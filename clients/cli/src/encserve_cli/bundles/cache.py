@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from encserve_cli.bundles.argument import newest_bundle
+from encserve_cli.bundles.argument import MANIFEST, newest_bundle
 from encserve_cli.bundles.work import Work
 from encserve_cli.interrupts import Interrupts
 from encserve_server.errors import BundleError
@@ -27,6 +27,7 @@ from encserve_server.system.files import flush, store_whole
 
 _KEY_DIGITS = 16
 _LOOK_SECONDS = 0.2
+_NAME_CHARACTERS = 200  # a file system allows 255 bytes
 _MAKING = ".making"
 _LOCK = ".lock"
 
@@ -44,8 +45,8 @@ def _text(facts: Facts) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Commits:
-    """The last known commits of branches and tags on the hub, so that their bundles are found without a network.
+class LastKnown:
+    """The last known commits of models on the hub, and files of URIs. Their bundles are found without a network.
 
     Attributes:
         folder: The folder of the files. The name of a file begins with ".".
@@ -53,20 +54,27 @@ class Commits:
 
     folder: Path
 
-    def remember(self, repository: str, revision: str | None, commit: str) -> None:
-        """Store the commit of a revision. None is the main branch. Nothing is stored in a read-only folder."""
-        if self.recall(repository, revision) != commit:
-            with suppress(OSError):  # the bundle is finished; only a start without a network needs the commit
-                store_whole(self._path(repository, revision), partial(Path.write_text, data=commit, encoding="ascii"))
+    def remember(self, source: str, fact: str) -> None:
+        """Store an ASCII text about a model on the hub, or about a URI. A read-only folder stays as it is."""
 
-    def recall(self, repository: str, revision: str | None) -> str | None:
-        """Return the stored commit of a revision, or None."""
-        with suppress(OSError):
-            return self._path(repository, revision).read_text(encoding="ascii")
+        def write(draft: Path) -> None:
+            draft.write_text(fact, encoding="ascii")
+
+        if self.recall(source) != fact:
+            with suppress(OSError):  # the bundle is finished; only a start without a network needs the fact
+                store_whole(self._path(source), write)
+
+    def recall(self, source: str) -> str | None:
+        """Return the stored text, or None."""
+        with suppress(OSError, ValueError):
+            return self._path(source).read_text(encoding="ascii")
         return None
 
-    def _path(self, repository: str, revision: str | None) -> Path:
-        return self.folder / f".commit-{quote(f'{repository}@{revision}' if revision else repository, safe='')}"
+    def _path(self, source: str) -> Path:
+        name = quote(source, safe="")
+        if len(name) > _NAME_CHARACTERS:
+            name = hashlib.sha256(source.encode()).hexdigest()
+        return self.folder / f".commit-{name}"
 
 
 class BundleCache:
@@ -156,7 +164,7 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
     source = final.with_name(f".{version}.source.json")
     with _locked(repository / f"{name}-{version}", work):
         if final.exists():
-            if not source.is_file() or source.read_text(encoding="utf-8") != _text(facts):
+            if not _is_of(final, source, facts):
                 raise ValueError(
                     f"{final} exists and holds another bundle: give another --version, or remove the folder"
                 )
@@ -166,10 +174,34 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
         _sweep(repository)
         with _made(repository / f"{name}-{version}", make) as made:
             final.parent.mkdir(exist_ok=True)
-            source.write_text(_text(facts), encoding="utf-8")
-            made.joinpath(name, version).rename(final)
+            bundle = made / name / version
+            source.write_text(_text({"facts": facts, "manifest": _digest(bundle / MANIFEST)}), encoding="utf-8")
+            bundle.rename(final)
             flush(final.parent)
     return final
+
+
+def _is_of(bundle: Path, source: Path, facts: Facts) -> bool:
+    """Return whether a bundle was made of these facts. The version of encserve does not count.
+
+    `source` may be of an earlier bundle in the same place, so the manifest counts too. A missing manifest makes the
+    bundle broken, not another one.
+    """
+    try:
+        stored = json.loads(source.read_bytes())
+        manifest = bundle / MANIFEST
+        is_same = not manifest.exists() or stored["manifest"] == _digest(manifest)
+        return is_same and _without_version(stored["facts"]) == _without_version(json.loads(_text(facts)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # an unreadable file may cause any of these
+        return False
+
+
+def _without_version(facts: Facts) -> Facts:
+    return {name: fact for name, fact in facts.items() if name != "encserve"}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_whole(bundle: Path, work: Work) -> bool:

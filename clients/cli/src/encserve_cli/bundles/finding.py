@@ -1,15 +1,17 @@
 """Finds or makes the bundle of a model."""
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from encserve import __version__, hub
+from encserve.extras import needs
 from encserve_cli.bundles import exporting
 from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, RemoteBundle, read_model
-from encserve_cli.bundles.cache import BundleCache, Commits, Make, key_of, publish
+from encserve_cli.bundles.cache import BundleCache, LastKnown, Make, key_of, publish
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.work import Work, shown_work
 from encserve_cli.shared import one_line
@@ -70,7 +72,7 @@ def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     if isinstance(model, BundleFolder):
         return model.folder
     cache = BundleCache()
-    commits = Commits(cache.folder)
+    last_known = LastKnown(cache.folder)
     work.stage("looking for the model")
     try:
         source = _source_of(model, options, _FIRST_VERSION, work)
@@ -78,13 +80,15 @@ def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     except hub.UnknownRevision:
         raise
     except (ValueError, OSError, RuntimeError, hub.HubError) as error:
-        earlier = _earlier_source(model, options, _FIRST_VERSION, commits, error)
-        finished = earlier and cache.find(earlier.name, key_of(earlier.facts), work)
-        if earlier is None or finished is None:
+        earlier = _earlier_source(model, options, _FIRST_VERSION, last_known, error)
+        if earlier is None:
+            raise
+        finished = cache.find(earlier.name, key_of(earlier.facts), work)
+        if finished is None:
             raise
         work.note(_continuing(error, earlier))
         return finished
-    _remember(model, source, commits)
+    _remember(model, source, last_known)
     return bundle
 
 
@@ -100,14 +104,14 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
     if isinstance(model, BundleFolder):
         raise ValueError(f"{model.folder}: is a bundle already; `encserve serve {model.folder}` serves the bundle")
     work.stage("looking for the model")
-    cache, commits = BundleCache(), Commits(repository)
-    failed: hub.HubError | None = None
+    cache, last_known = BundleCache(), LastKnown(repository)
+    failed: Exception | None = None
     try:
         source = _source_of(model, options, version, work)
     except hub.UnknownRevision:
         raise
-    except hub.HubError as error:
-        earlier = _earlier_source(model, options, version, commits, error)
+    except (hub.HubError, OSError) as error:
+        earlier = _earlier_source(model, options, version, last_known, error)
         if earlier is None:
             raise
         source, failed = earlier, error
@@ -123,7 +127,7 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
     bundle = publish(repository, source.name, source.version, source.facts, make, work)
     if failed is not None:
         work.note(_continuing(failed, source))
-    _remember(model, source, commits)
+    _remember(model, source, last_known)
     return bundle
 
 
@@ -131,7 +135,7 @@ def _source_of(
     model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work
 ) -> _Source:
     if isinstance(model, RemoteBundle):
-        return _remote(model)
+        return _remote(model, work)
     if isinstance(model, Checkpoint):
         facts = _export_facts(model.name, options, version) | {"directory": _digest(model.directory, work)}
         return _Source(model.name, version, facts, _exports_directory(model, options, version, work))
@@ -149,35 +153,39 @@ def _commit_facts(model: HubModel, options: ExportOptions, version: str, commit:
 
 
 def _earlier_source(
-    model: Model, options: ExportOptions, version: str, commits: Commits, error: Exception
+    model: Model, options: ExportOptions, version: str, last_known: LastKnown, error: Exception
 ) -> _Source | None:
-    """Return the last served commit of a model on the hub, or None.
+    """Return the last served commit of a model on the hub, or the last copied files of a URI, or None.
 
-    If this commit has no finished bundle, its `make` raises `error`, which is the reason to look for the commit.
+    If there is no finished bundle of this source, its `make` raises `error`.
     """
-    commit = commits.recall(model.repository, model.revision) if isinstance(model, HubModel) else None
-    if not isinstance(model, HubModel) or commit is None:
-        return None
 
     def make(*_: Path) -> None:
         raise error
 
-    return _Source(model.name, version, _commit_facts(model, options, version, commit), make)
+    if isinstance(model, HubModel) and (commit := last_known.recall(model.source)):
+        return _Source(model.name, version, _commit_facts(model, options, version, commit), make)
+    # Other errors than OSError are not about the network, such as a URI without a bundle.
+    if isinstance(model, RemoteBundle) and isinstance(error, OSError) and (files := last_known.recall(model.uri)):
+        return _Source(model.name, model.version, {"uri": model.uri, "files": json.loads(files)}, make)
+    return None
 
 
 def _continuing(error: Exception, source: _Source) -> str:
-    return f"{one_line(error)}. Continuing with commit {source.facts['commit']}, which was exported before"
+    what = f"commit {source.facts['commit']}, which was exported" if "commit" in source.facts else "the files copied"
+    return f"{one_line(error)}. Continuing with {what} before"
 
 
-def _remote(model: RemoteBundle) -> _Source:
-    from encserve_cli.bundles.uris import copy_bundle, list_bundle
+def _remote(model: RemoteBundle, work: Work) -> _Source:
+    with needs(model.uri, "cli", ValueError):
+        from encserve_cli.bundles.uris import copy_bundle, list_bundle
 
-    listed = list_bundle(model.uri)
+    files = list_bundle(model.uri)
 
     def make(folder: Path, _: Path) -> None:
-        copy_bundle(model.uri, folder / listed.name / listed.version)
+        copy_bundle(model.uri, files, folder / model.name / model.version, work)
 
-    return _Source(listed.name, listed.version, {"uri": model.uri, "files": listed.facts}, make)
+    return _Source(model.name, model.version, {"uri": model.uri, "files": files}, make)
 
 
 def _digest(directory: Path, work: Work) -> str:
@@ -214,7 +222,7 @@ def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, 
 def _exports_snapshot(
     model: HubModel, snapshot: hub.Snapshot, options: ExportOptions, version: str, work: Work
 ) -> Make:
-    source = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
+    source = model.source
 
     def make(folder: Path, temporary: Path) -> None:
         exporting.check_exporter(source, model.name)
@@ -250,6 +258,8 @@ def _announce(source: str, memory_bytes: int, download_bytes: int, work: Work) -
     )
 
 
-def _remember(model: Model, source: _Source, commits: Commits) -> None:
+def _remember(model: Model, source: _Source, last_known: LastKnown) -> None:
     if isinstance(model, HubModel):
-        commits.remember(model.repository, model.revision, str(source.facts["commit"]))
+        last_known.remember(model.source, str(source.facts["commit"]))
+    elif isinstance(model, RemoteBundle):
+        last_known.remember(model.uri, json.dumps(source.facts["files"]))
