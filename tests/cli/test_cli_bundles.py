@@ -74,7 +74,7 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def refuse_to_write(**_: object) -> str:
+def refuse_to_write(*_: object, **__: object) -> str:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
@@ -300,6 +300,7 @@ def test_a_finished_bundle_is_used_from_a_read_only_cache(
     for path in cache.glob(".commit-*"):
         path.unlink()
     monkeypatch.setattr(tempfile, "mkdtemp", refuse_to_write)
+    monkeypatch.setattr(Path, "write_text", refuse_to_write)
     assert prepare(model, ExportOptions(), Steps()) == bundle
 
 

@@ -38,6 +38,7 @@ def test_the_precision_of_an_export_is_not_the_precision_of_the_server() -> None
         (["one/tiny", "--model", "tiny"], "--model goes with --model-repository; give its models as MODEL instead"),
         (["one/tiny", "two/tiny/1"], "rename one with `encserve bundle rename two/tiny/1 --name NAME`"),
         (["one/tiny/1", "one/tiny/1"], "two models are named tiny; rename one with `encserve bundle rename"),
+        (["one/tiny/1", "one/tiny/2", "--max-queue-tokens", "0"], "max_queue_tokens must be >= 1"),
         (["one/tiny", "one/tiny/1"], "two models are named tiny; rename one with `encserve bundle rename"),
         (
             ["one/tiny", "tiny=owner/other"],
@@ -57,8 +58,8 @@ def test_a_wrong_command_line_starts_nothing(
     arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for repository in ("one", "two"):
-        write_bundle(tmp_path / repository)
+    for repository, version in (("one", "1"), ("one", "2"), ("two", "1")):
+        write_bundle(tmp_path / repository, "tiny", version)
     result = CliRunner().invoke(cli, ["serve", *arguments])
     assert result.exit_code in (1, 2)
     assert problem in result.stderr

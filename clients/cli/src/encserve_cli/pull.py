@@ -33,13 +33,10 @@ def pull(model: str, repository: Path, version: str, **values: Any) -> None:
     from encserve_cli.bundles.argument import is_uri, read_model, split_name
     from encserve_cli.bundles.finding import pull as pull_bundle
     from encserve_cli.bundles.work import shown_work
-    from encserve_server.errors import BundleError
-    from encserve_server.repository.scan import check_name
 
     options = take_options(values)
     name, given = split_name(model)
-    with errors_in_one_line(RuntimeError, hub.HubError, BundleError):
-        check_name("--version", version)
+    with errors_in_one_line(RuntimeError, hub.HubError):
         if is_uri(given):
             _check_unchanged(name)
         with shown_work() as work:

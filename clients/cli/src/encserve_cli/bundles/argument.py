@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from encserve import hub
-from encserve_server.repository.scan import version_key
+from encserve_server.errors import BundleError
+from encserve_server.repository.scan import check_name, version_key
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -96,6 +97,18 @@ def split_name(given: str) -> tuple[str | None, str]:
     if equals and NAME.fullmatch(name) and not Path(given).exists():
         return name, model
     return None, given
+
+
+def check_version(version: str) -> None:
+    """Check the argument of --version.
+
+    Raises:
+        ValueError: The version cannot be the name of a folder in a model repository.
+    """
+    try:
+        check_name("--version", version)
+    except BundleError as error:
+        raise ValueError(str(error)) from error
 
 
 def is_uri(given: str) -> bool:

@@ -10,7 +10,15 @@ from pathlib import Path
 from encserve import __version__, hub
 from encserve.extras import needs
 from encserve_cli.bundles import exporting
-from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, RemoteBundle, read_model
+from encserve_cli.bundles.argument import (
+    BundleFolder,
+    Checkpoint,
+    HubModel,
+    Model,
+    RemoteBundle,
+    check_version,
+    read_model,
+)
 from encserve_cli.bundles.cache import BundleCache, LastKnown, Make, key_of, publish
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.work import Work, shown_work
@@ -98,9 +106,11 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
     A finished bundle in the user's cache is copied.
 
     Raises:
-        ValueError: See `prepare`. Or the version exists and is another bundle, or the model is a bundle already.
+        ValueError: See `prepare`. Or the version exists and is another bundle, the model is a bundle already, or
+            `version` cannot be the name of a folder.
         HubError, RuntimeError, OSError, Stopped: See `prepare`.
     """
+    check_version(version)
     if isinstance(model, BundleFolder):
         raise ValueError(f"{model.folder}: is a bundle already; `encserve serve {model.folder}` serves the bundle")
     work.stage("looking for the model")
