@@ -35,6 +35,7 @@ _UNAUTHORIZED = 401
 # huggingface_hub warns of patterns without a file, and its HTTP client logs each request.
 _LOG_LEVELS = {"huggingface_hub": logging.ERROR, "httpx": logging.WARNING, "httpx2": logging.WARNING}
 _MB = 1_000_000
+_ANSWER_SECONDS = 10.0
 
 OnBytes = Callable[[int, int], None]
 
@@ -114,15 +115,40 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
 def find(repository: str, revision: str | None = None) -> Snapshot:
     """Find the commit of a revision, and download only the files that name the parts of the checkpoint.
 
-    If the hub cannot be reached, the commit is the one in huggingface_hub's cache.
+    If the hub does not answer within 10 seconds, the commit is the one in huggingface_hub's cache.
 
     Raises:
         UnknownRevision: The repository has no such revision.
         HubError: See `download`.
     """
-    with _named_errors(repository, revision):
-        path = _snapshot(repository, revision, [*_CONFIGURATIONS, f"*{_ROUTER}"])
+    unreached = None if _is_offline() else _problem(repository, revision)
+    try:
+        with _named_errors(repository, revision):
+            patterns = [*_CONFIGURATIONS, f"*{_ROUTER}"]
+            path = _snapshot(repository, revision, patterns, local_files_only=unreached is not None)
+    except HubError as error:
+        raise unreached or error from None
     return Snapshot(path, repository, path.name)
+
+
+def _problem(repository: str, revision: str | None) -> HubError | None:
+    """Look for a revision on the hub. Return the error if the hub does not answer, or refuses the answer.
+
+    `snapshot_download` alone would wait for a silent hub without limit.
+
+    Raises:
+        UnknownRevision: The repository has no such revision.
+    """
+    import huggingface_hub
+
+    try:
+        with _named_errors(repository, revision):
+            huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=_ANSWER_SECONDS)
+    except UnknownRevision:
+        raise
+    except HubError as error:
+        return error
+    return None
 
 
 def plan(snapshot: Snapshot, *, with_onnx: bool = False) -> Plan:
@@ -161,16 +187,16 @@ def fetch(snapshot: Snapshot, plan: Plan, on_bytes: OnBytes | None = None) -> No
         snapshot: The checkpoint.
         plan: The plan of this checkpoint.
         on_bytes: Called with the number of downloaded bytes and the number of all bytes. An exception of `on_bytes`
-            ends the download and passes through.
+            ends a download over HTTP and passes through. A download over Xet may go on.
 
     Raises:
         HubError: The download failed, or the disk has too little space.
     """
     if not plan.missing:
         return
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    cache = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(it for it in (cache, *cache.parents) if it.exists())).free
     if free < plan.missing_bytes:
         raise HubError(
@@ -279,13 +305,22 @@ def _listed(snapshot: Snapshot, folder: str) -> dict[str, Any]:
     return {it.filename: it for it in found}
 
 
-def _snapshot(repository: str, revision: str | None, patterns: list[str], tqdm_class: Any = None) -> Path:
+def _snapshot(
+    repository: str,
+    revision: str | None,
+    patterns: list[str],
+    tqdm_class: Any = None,
+    *,
+    local_files_only: bool = False,
+) -> Path:
     import huggingface_hub
 
-    for name, level in _LOG_LEVELS.items():
-        logging.getLogger(name).setLevel(level)
     found = huggingface_hub.snapshot_download(
-        repository, revision=revision, allow_patterns=patterns, tqdm_class=tqdm_class or _counter(lambda *_: None, 0)
+        repository,
+        revision=revision,
+        allow_patterns=patterns,
+        tqdm_class=tqdm_class or _counter(lambda *_: None, 0),
+        local_files_only=local_files_only,
     )
     return Path(found)
 
@@ -315,15 +350,18 @@ def _counter(on_bytes: OnBytes, total_bytes: int) -> Any:
 
 
 def _is_offline() -> bool:
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 @contextmanager
 def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Turn the errors of huggingface_hub, which have no common base class, into a `HubError` in one line."""
-    import huggingface_hub
+    """Turn the errors of huggingface_hub, which have no common base class, into a `HubError` in one line.
+
+    Errors of the HTTP library pass through huggingface_hub. Their base class is a base of `HfHubHTTPError`.
+    """
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -332,6 +370,10 @@ def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
+    bases = (it for it in HfHubHTTPError.__bases__ if issubclass(it, Exception))
+    failures: tuple[type[Exception], ...] = (EntryNotFoundError, RuntimeError, *bases)
+    for name, level in _LOG_LEVELS.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     except GatedRepoError as error:
@@ -345,7 +387,7 @@ def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
             f"no directory {repository}, and no such model on the hub that you can read; a private model needs hf auth "
             "login, or HF_TOKEN"
         ) from error
-    except (EntryNotFoundError, OSError, RuntimeError) as error:
+    except failures as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
             raise HubError(
                 f"{repository}: the hub refuses your token. Set HF_TOKEN to a valid token, or log in again (hf auth "
@@ -354,17 +396,17 @@ def _named_errors(repository: str, revision: str | None) -> Iterator[None]:
         if _is_offline():
             raise HubError(_not_cached(repository, revision, "a file")) from error
         raise HubError(
-            f"no directory {repository}, and its download from the hub to {huggingface_hub.constants.HF_HUB_CACHE} "
-            f"failed: {' '.join(str(error).split())}"
+            f"no directory {repository}, and its download from the hub to {constants.HF_HUB_CACHE} "
+            f"failed: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
 
 
 def _not_cached(repository: str, revision: str | None, name: str) -> str:
-    import huggingface_hub
+    from huggingface_hub import constants
 
     at = "" if revision is None else f"@{revision}"
     return (
         f"no directory {repository}, and {name} of {repository}{at} is not in "
-        f"{huggingface_hub.constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids a download. With a network, run: "
+        f"{constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids a download. With a network, run: "
         f"HF_HUB_OFFLINE=0 encserve pull {repository}{at} --to models"
     )

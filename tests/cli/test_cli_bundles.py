@@ -3,40 +3,25 @@
 The argument is a bundle, a model's folder, a URI, a checkpoint, or a name on the Hugging Face hub.
 """
 
+import errno
 import fcntl
 import os
 import shutil
-import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_exporter import FakeExporter
 from tiny_bundle import write_bundle
 
-from encserve_cli.bundles import exporting
+from encserve_cli.bundles import exporting, finding
 from encserve_cli.bundles.argument import BundleFolder, HubModel, read_model, split_name
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import find_bundle, prepare, pull
 from encserve_cli.bundles.work import Stopped
-
-# Copies a finished bundle with the requested name, instead of an export.
-EXPORTER = """#!{python}
-import argparse, pathlib, shutil, sys
-parser = argparse.ArgumentParser()
-for name in ("verb", "source", "--model-repository", "--name", "--version"):
-    parser.add_argument(name)
-given, more = parser.parse_known_args()
-with open({log!r}, "a") as log:
-    log.write(" ".join([given.source, given.name, *more]) + "\\n")
-print("reading the weights …", file=sys.stderr)
-print("the report")
-if given.source.endswith("/broken"):
-    sys.exit("Usage: encserve-export\\nError: the weights are broken")
-path = pathlib.Path(given.name, given.version)
-shutil.copytree(pathlib.Path({ready!r}) / path, pathlib.Path(given.model_repository) / path)
-"""
 
 Exports = Callable[[], list[str]]
 
@@ -69,26 +54,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def no_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set PATH to a folder with Python only, so that encserve-export is not found. Return this folder."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "python").symlink_to(os.path.realpath(sys.executable))
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))
-    monkeypatch.setenv("PATH", str(programs))
-    return programs
-
-
-@pytest.fixture
-def exports(no_exporter: Path, tmp_path: Path) -> Exports:
+def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exports:
     """Install a fake encserve-export. Return a function that lists the runs of the fake as "SOURCE NAME OPTION…"."""
-    program, log, ready = no_exporter / "encserve-export", tmp_path / "log", tmp_path / "ready"
-    for version in ("1", "2"):
-        write_bundle(ready, "my-encoder", version)
-    program.write_text(EXPORTER.format(python=os.path.realpath(sys.executable), log=str(log), ready=str(ready)))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    log.touch()
-    return lambda: log.read_text().splitlines()
+    exporter = FakeExporter(tmp_path / "exporter")
+    monkeypatch.setenv("PYTHONPATH", exporter.python_path)
+    return exporter.runs
 
 
 def make_bundle(folder: Path) -> Path:
@@ -102,6 +72,10 @@ def make_checkpoint(folder: Path) -> Path:
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"0")
     return folder
+
+
+def refuse_to_write(*_: object, **__: object) -> str:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def entries(cache: Path) -> list[str]:
@@ -195,7 +169,7 @@ def test_a_checkpoint_is_exported_once(
 
 def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Exports) -> None:
     checkpoint = str(make_checkpoint(tmp_path / "my-encoder"))
-    write_bundle(tmp_path / "ready", "other", "1")
+    write_bundle(tmp_path / "exporter" / "ready", "other", "1")
     work = Steps()
     int8 = ExportOptions("int8", "cls", 64, ignore_head=True)
     found = {
@@ -210,6 +184,20 @@ def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Export
         f"{checkpoint} other --precision float32",
     ]
     assert work.details == ["the report"] * 3
+
+
+def test_a_program_on_the_path_is_not_the_exporter(
+    tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a module in the current folder."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for program in (programs / "encserve-export", tmp_path / "encserve.py"):
+        program.write_text("#!/bin/sh\nexit 9\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    find_bundle(str(make_checkpoint(tmp_path / "my-encoder")))
+    assert len(exports()) == 1
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, exports: Exports, cache: Path) -> None:
@@ -297,9 +285,27 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, exports: Expor
     cache.chmod(0o777)
     with pytest.raises(OSError, match="other users can write to it; chmod 700"):
         find_bundle(str(make_checkpoint(tmp_path / "my-encoder")))
+    cache.chmod(0o700)
+    find_bundle("my-encoder")
+    cache.chmod(0o777)
+    with pytest.raises(OSError, match="other users can write to it; chmod 700"):
+        find_bundle("my-encoder")
 
 
-def test_without_the_exporter_the_error_names_the_commands(tmp_path: Path, no_exporter: Path) -> None:
+def test_a_finished_bundle_is_used_from_a_read_only_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(f"file://{write_bundle(tmp_path / 'remote')}")
+    bundle = prepare(model, ExportOptions(), Steps())
+    for path in cache.glob(".commit-*"):
+        path.unlink()
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse_to_write)
+    monkeypatch.setattr(Path, "write_text", refuse_to_write)
+    assert prepare(model, ExportOptions(), Steps()) == bundle
+
+
+def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     with pytest.raises(ValueError, match="needs PyTorch") as error:
         find_bundle(str(checkpoint))
@@ -340,6 +346,45 @@ def test_the_bundle_of_a_uri_is_copied_once(tmp_path: Path, cache: Path) -> None
         find_bundle(f"file://{remote.parent}")
 
 
+def test_the_copy_of_a_uri_is_found_without_the_store(tmp_path: Path, cache: Path) -> None:
+    model = read_model(f"file://{write_bundle(tmp_path / 'remote')}")
+    bundle = prepare(model, ExportOptions(), Steps())
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    shutil.rmtree(tmp_path / "remote")
+    (tmp_path / "remote").symlink_to("remote")  # a loop: every read is an OSError
+    work = Steps()
+    assert prepare(model, ExportOptions(), work) == bundle
+    assert pull(model, ExportOptions(), tmp_path / "models", "1", work) == pulled
+    assert all(note.endswith(". Continuing with the files copied before") for note in work.notes)
+    assert len(work.notes) == 2
+    shutil.rmtree(bundle.parent.parent)
+    with pytest.raises(OSError, match="remote"):
+        prepare(model, ExportOptions(), work)
+
+
+def test_a_copy_names_its_stage_and_can_be_stopped(tmp_path: Path, cache: Path) -> None:
+    class Impatient(Steps):
+        def stage(self, text: str, fraction: float | None = None) -> None:
+            super().stage(text, fraction)
+            if text.startswith("copying "):
+                raise Stopped
+
+    work = Impatient()
+    with pytest.raises(Stopped):
+        prepare(read_model(f"file://{write_bundle(tmp_path / 'remote')}"), ExportOptions(), work)
+    assert work.stages[-1].endswith(" MB")
+    assert entries(cache) == []
+
+
+def test_a_uri_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"file://{write_bundle(tmp_path / 'remote')}"
+    monkeypatch.delitem(sys.modules, "encserve_cli.bundles.uris", raising=False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
+    with pytest.raises(ValueError, match=r'needs pyarrow: pip install "encserve\[cli\]"'):
+        find_bundle(uri)
+
+
 # pull
 
 
@@ -359,6 +404,26 @@ def test_pull_writes_a_bundle_into_a_model_repository(tmp_path: Path, exports: E
     assert [it.name for it in models.iterdir()] == ["my-encoder"]
     with pytest.raises(ValueError, match="is a bundle already"):
         pull(read_model(str(models / "my-encoder")), ExportOptions(), models, "1", work)
+
+
+def test_pull_keeps_the_bundle_of_another_version_of_encserve(
+    tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    monkeypatch.setattr(finding, "__version__", "999.0.0")
+    assert pull(model, ExportOptions(), tmp_path / "models", "1", Steps()) == pulled
+    assert len(exports()) == 1
+
+
+def test_pull_does_not_take_a_bundle_in_the_place_of_its_own(tmp_path: Path, exports: Exports) -> None:
+    """The file about the source is still there, but the bundle was replaced."""
+    model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
+    pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
+    shutil.rmtree(pulled)
+    write_bundle(tmp_path / "models", "my-encoder", "1", prompts={"query": "query: "})
+    with pytest.raises(ValueError, match="exists and holds another bundle"):
+        pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
 
 
 def test_pull_copies_a_finished_bundle_from_the_cache(tmp_path: Path, exports: Exports) -> None:

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,23 +197,36 @@ async def test_a_full_disk_ends_in_one_line_and_leaves_nothing(minilm_machine: M
 async def test_a_start_goes_on_after_a_stop_in_any_stage(
     machine: Machine, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    """The exporter ends with the command. After Ctrl-C nothing unfinished is left; a new start removes the rest."""
+    """The exporter ends with the command. After Ctrl-C no unfinished bundle is left; a new start removes the rest.
+
+    In the first stage the hub sends nothing, and the unfinished download is there for the next start.
+    """
     machine.hub.hold_after = 64 * 1024 if stage == "downloading" else None
     with encserve_serve("owner/small", variables=machine.variables(), cwd=tmp_path) as it:
         await it.stage(stage)
-        machine.hub.hold_after = None
-        if number == signal.SIGINT:
-            machine.hub.go_on.set()
         status = it.stop(number)
+    machine.hub.hold_after = None
     assert status == (0 if number == signal.SIGINT else -number)
     await until(lambda: not machine.processes())
     if number == signal.SIGINT:
-        assert machine.unfinished() == []
+        assert [name for name in machine.unfinished() if not name.endswith(".incomplete")] == []
     machine.hub.go_on.set()
     with encserve_serve("owner/small", variables=machine.variables(), cwd=tmp_path) as it:
         await it.serving()
         assert [name for name in machine.unfinished() if not name.endswith(".incomplete")] == []
         assert len([path for path in machine.bundles.iterdir() if not path.name.startswith(".")]) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_a_start_that_waits_for_a_silent_hub(
+    machine: Machine, tmp_path: Path, number: signal.Signals
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with encserve_serve("owner/small", variables=machine.variables(HF_ENDPOINT=endpoint), cwd=tmp_path) as it:
+            await it.stage("looking for the model")
+            assert it.stop(number) == 0
+    assert machine.unfinished() == []
 
 
 async def test_two_starts_at_once_work_once(machine: Machine, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     remote.mkdir()
     return remote
 
@@ -160,6 +161,7 @@ def test_a_failed_download_names_the_folder(error: Exception, tmp_path: Path, mo
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(hub.HubError, match=rf"download from the hub to {tmp_path} failed: (.*No space left.*|a b)$"):
         hub.download("owner/tiny")

@@ -1,5 +1,6 @@
 """Build the distribution, install each row of README's table of extras into an empty environment, and use the row."""
 
+import asyncio
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import tiny_heads
 from certificates import make_certificates
 from otlp_receiver import SERVER_KIND, otlp_receiver
 from real_server import RealServer, real_server
+from serve_command import encserve_serve
 from tiny_bundle import write_bundle
 
 ROOT = Path(__file__).parent.parent.parent
@@ -158,6 +160,20 @@ def use_http(own: Environment, models: Path) -> None:
             assert len(json.load(reply)["data"][0]["embedding"]) == 8
 
 
+def use_serve(own: Environment, models: Path) -> None:
+    """Serve a bundle, and run the printed curl line. Its text has no known word, which is no error."""
+
+    async def call() -> None:
+        command = (str(own.bin / "encserve"),)
+        with encserve_serve(models / "tiny", variables={"PYTHONPATH": ""}, cwd=models.parent, command=command) as it:
+            await it.serving()
+            assert len(json.loads(it.curl())["data"][0]["embedding"]) == 8
+            assert it.stop() == 0
+
+    use_http(own, models)
+    asyncio.run(call())
+
+
 def use_tls(own: Environment, models: Path) -> None:
     made = make_certificates(models.parent)
     flags = ("--tls-cert-file", str(made.server.cert), "--tls-key-file", str(made.server.key))
@@ -229,7 +245,7 @@ def use_exporter(own: Environment, models: Path) -> None:
 def use_all(own: Environment, models: Path) -> None:
     use_exporter(own, models)
     shutil.rmtree(models / "random")
-    use_http(own, models)
+    use_serve(own, models)
     use_tls(own, models)
     use_jobs(own, models)
 
@@ -242,7 +258,7 @@ USES: dict[str, Callable[[Environment, Path], None]] = {
     "cli": use_only_the_command,
     "cpu": use_server,
     "openvino": use_openvino,
-    "cpu,http": use_http,
+    "cpu,http": use_serve,
     "cpu,tls": use_tls,
     "cpu,tracing": use_tracing,
     "tracing": use_traced_client,
@@ -298,7 +314,7 @@ def test_another_python(version: str, folder: Path, dist: Path, models: Path) ->
     assert python is not None
     own = Environment(folder, python)
     own.install("--find-links", dist, "encserve[cpu,http,tls,tracing,cli]")
-    use_http(own, models)
+    use_serve(own, models)
     use_tls(own, models)
     use_command(own, models)
     use_jobs(own, models)

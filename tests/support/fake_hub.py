@@ -26,6 +26,7 @@ class Hub:
         token: The token that callers must send; None if the repository is public.
         is_gated: Whether callers may not read the repository, whatever their token is.
         cut_after: If set, the next reply with more bytes breaks off after this number of bytes.
+        is_cut: Whether every reply with a large content breaks off before its first byte.
         hold_after: If set, replies with more bytes stop after this number of bytes, until `go_on` is set.
         go_on: See `hold_after`.
         sent: The path of each request for a file's content, and the first byte that was requested.
@@ -40,6 +41,7 @@ class Hub:
         self.token: str | None = None
         self.is_gated = False
         self.cut_after: int | None = None
+        self.is_cut = False
         self.hold_after: int | None = None
         self.go_on = threading.Event()
         self.sent: list[tuple[str, int]] = []
@@ -130,6 +132,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _write(self, content: bytes) -> None:
         hub = self.hub
         with contextlib.suppress(ConnectionError):  # the client was killed
+            if hub.is_cut and len(content) > _CHUNK_BYTES:
+                self.close_connection = True
+                return
             for start in range(0, len(content), _CHUNK_BYTES):
                 if hub.hold_after is not None and start >= hub.hold_after:
                     hub.go_on.wait()

@@ -44,13 +44,20 @@ class Serve:
         seen: The replies of /health so far, without repetitions.
     """
 
-    def __init__(self, *arguments: object, variables: Mapping[str, str], cwd: Path, limit: Callable[[], None] | None):
+    def __init__(
+        self,
+        *arguments: object,
+        variables: Mapping[str, str],
+        cwd: Path,
+        limit: Callable[[], None] | None,
+        command: tuple[str, ...],
+    ):
         """Start the command with a log, not a terminal."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--grpc-port", "0", "--metrics-port", "0", "--http-port", port, "--no-tune-batches"]
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", *map(str, (*flags, *arguments))],
+            [*command, "serve", *map(str, (*flags, *arguments))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -136,13 +143,17 @@ class Serve:
 
 @contextlib.contextmanager
 def encserve_serve(
-    *arguments: object, variables: Mapping[str, str], cwd: Path, limit: Callable[[], None] | None = None
+    *arguments: object,
+    variables: Mapping[str, str],
+    cwd: Path,
+    limit: Callable[[], None] | None = None,
+    command: tuple[str, ...] = COMMAND,
 ) -> Iterator[Serve]:
     """Run the command. At the end of the block, kill the process if it still runs.
 
-    `limit` runs in the process before the command, to set its limits.
+    `limit` runs in the process before the command, to set its limits. `command` is the program `encserve`.
     """
-    serve = Serve(*arguments, variables=variables, cwd=cwd, limit=limit)
+    serve = Serve(*arguments, variables=variables, cwd=cwd, limit=limit, command=command)
     try:
         yield serve
     finally:

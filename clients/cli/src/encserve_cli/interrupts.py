@@ -72,6 +72,12 @@ class Interrupts:
         finally:
             cleanups.remove(clean)
 
+    def clean(self) -> None:
+        """Remove the unfinished files of blocks that still run. The newest file goes first."""
+        for clean in reversed([*self._cleanups]):  # a copy: blocks may end meanwhile
+            with suppress(OSError):
+                clean()
+
     def show(self) -> None:
         """Write the line to stderr, once."""
         if self._is_shown.acquire(blocking=False):
@@ -112,7 +118,5 @@ class Interrupts:
                 os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # otherwise the bar would appear again
             if self._is_shown.acquire(blocking=False):
                 os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
-            for clean in [*self._cleanups]:  # a copy: blocks may end meanwhile
-                with suppress(OSError):
-                    clean()
+            self.clean()
             os._exit(STOPPED)

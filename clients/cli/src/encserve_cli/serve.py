@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from encserve_cli.export_options import makes_bundles, take_options
 from encserve_cli.interrupts import Interrupts
@@ -39,7 +40,9 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
       OWNER/NAME, OWNER/NAME@REVISION   a model on the hub
       DIRECTORY                         a checkpoint
       DIR/NAME, DIR/NAME/VERSION        a bundle
-    NAME=MODEL names the model. The first MODEL is the default model.
+      s3://…/NAME/VERSION               the URI of a bundle
+    NAME=MODEL names the model. The first MODEL is the default model. With MODEL, ENCSERVE_MODEL_REPOSITORY and
+    ENCSERVE_MODEL have no effect.
 
     The first start downloads a model from the hub, and exports a checkpoint. Later starts use the finished bundle, and
     need no network and no PyTorch. Every option of `encserve-server` works too.
@@ -47,6 +50,12 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
     from encserve_cli.serve_run import run_server
 
     options = take_options(values)
+    if models:
+        values |= {
+            name: nothing
+            for name, nothing in (("model_repository", None), ("model", ()))
+            if context.get_parameter_source(name) == ParameterSource.ENVIRONMENT
+        }
     if bool(models) == bool(values["model_repository"]):
         raise click.UsageError("give MODEL, such as sentence-transformers/all-MiniLM-L6-v2, or --model-repository")
     if models and values["model"]:

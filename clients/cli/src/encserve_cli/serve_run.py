@@ -22,6 +22,7 @@ from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Mo
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import prepare
 from encserve_cli.bundles.work import ShownWork, Stopped
+from encserve_cli.interrupts import Interrupts
 from encserve_cli.shared import errors_in_one_line, one_line
 from encserve_server.__main__ import exit_process, run
 from encserve_server.app import App, serve
@@ -79,7 +80,8 @@ def run_server(
     repository = _common_repository(models)
     links = None
     if models and repository is None:
-        links = repository = Path(tempfile.mkdtemp(prefix="encserve-serve-"))
+        with errors_in_one_line():
+            links = repository = Path(tempfile.mkdtemp(prefix="encserve-serve-"))
     try:
         if models:
             aliases = [f"{it.alias}={it.reference}" for it in models if it.alias]
@@ -121,10 +123,29 @@ def _read(argument: str) -> tuple[Model, str]:
 
 
 def _check_names(models: Sequence[_Served]) -> None:
-    names = [it.model.name for it in models]
-    for name in names:
-        if names.count(name) > 1:
-            raise click.UsageError(f"two models are named {name}; give one another name, as NAME=MODEL")
+    """Refuse two models of one name. Several versions in one folder are not refused, if each is named.
+
+    Raises:
+        UsageError: Two models have the same name.
+    """
+    versions: dict[str, list[Path | None]] = {}  # None for a model without a named version
+    for model in (it.model for it in models):
+        named = model.folder.absolute() if isinstance(model, BundleFolder) and model.is_pinned else None
+        others = versions.setdefault(model.name, [])
+        if any(it is None or named is None or it == named or it.parent != named.parent for it in others):
+            raise click.UsageError(f"two models are named {model.name}; {_advice(models, model.name)}")
+        others.append(named)
+
+
+def _advice(models: Sequence[_Served], name: str) -> str:
+    """Return how to give one of the models of a name another name."""
+    same = [it.model for it in models if it.model.name == name]
+    if any(isinstance(it, Checkpoint | HubModel) for it in same):
+        return "give the checkpoint another name, as NAME=MODEL"
+    for model in reversed(same):
+        if isinstance(model, BundleFolder):
+            return f"rename one with `encserve bundle rename {model.folder} --name NAME`"
+    return "copy one with `encserve pull URI --to DIR`, and rename the copy with `encserve bundle rename`"
 
 
 def _common_repository(models: Sequence[_Served]) -> Path | None:
@@ -173,22 +194,50 @@ async def _prepare(models: Sequence[_Served], options: ExportOptions, links: Pat
     def make() -> None:
         for served in models:
             bundle = prepare(served.model, options, work).absolute()
-            (links / served.model.name).symlink_to(bundle.parent, target_is_directory=True)
+            link = links / served.model.name
+            if not link.is_symlink():  # another version in the same folder may have made the link
+                link.symlink_to(bundle.parent, target_is_directory=True)
 
-    making = asyncio.get_running_loop().run_in_executor(None, make)
+    making = _in_thread(make)
     try:
         await asyncio.shield(making)
     except asyncio.CancelledError:
         work.stopped.set()
         await asyncio.wait((making,), timeout=_STOP_SECONDS)
-        with contextlib.suppress(BaseException):
-            making.exception()
+        Interrupts.current().clean()
+        if making.done():
+            making.exception()  # otherwise asyncio logs the exception
         raise
     except (ValueError, OSError, RuntimeError, hub.HubError) as error:
         raise StartupError(one_line(error)) from error
     finally:
         if work.shown is not None:
             work.shown.erase()
+
+
+def _in_thread(make: Callable[[], None]) -> "asyncio.Future[None]":
+    """Run a function in a thread that the end of the process does not wait for. A download may hang for ever."""
+    loop, context = asyncio.get_running_loop(), click.get_current_context()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            with context.scope(cleanup=False):  # so that `Interrupts.cleanup` finds its context
+                make()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    return ended
 
 
 def _greet(app: App) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from encserve import hub
-from encserve_server.repository.scan import version_key
+from encserve_server.errors import BundleError
+from encserve_server.repository.scan import check_name, version_key
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -64,6 +65,11 @@ class HubModel:
     revision: str | None
     name: str
 
+    @property
+    def source(self) -> str:
+        """OWNER/NAME or OWNER/NAME@REVISION."""
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteBundle:
@@ -76,6 +82,11 @@ class RemoteBundle:
         """The name of the model."""
         return PurePosixPath(urlsplit(self.uri).path).parent.name
 
+    @property
+    def version(self) -> str:
+        """The version of the model."""
+        return PurePosixPath(urlsplit(self.uri).path).name
+
 
 Model = BundleFolder | Checkpoint | HubModel | RemoteBundle
 
@@ -86,6 +97,23 @@ def split_name(given: str) -> tuple[str | None, str]:
     if equals and NAME.fullmatch(name) and not Path(given).exists():
         return name, model
     return None, given
+
+
+def check_version(version: str) -> None:
+    """Check the argument of --version.
+
+    Raises:
+        ValueError: The version cannot be the name of a folder in a model repository.
+    """
+    try:
+        check_name("--version", version)
+    except BundleError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_uri(given: str) -> bool:
+    """Return whether an argument is the URI of a bundle."""
+    return "://" in given
 
 
 def read_model(given: str, name: str | None = None) -> Model:
@@ -103,7 +131,7 @@ def read_model(given: str, name: str | None = None) -> Model:
     Raises:
         ValueError: The argument has none of these forms.
     """
-    if "://" in given:
+    if is_uri(given):
         return RemoteBundle(given)
     path = Path(given).expanduser()
     if path.is_dir():

@@ -17,16 +17,17 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from encserve_cli.bundles.argument import newest_bundle
+from encserve_cli.bundles.argument import MANIFEST, newest_bundle
 from encserve_cli.bundles.work import Work
 from encserve_cli.interrupts import Interrupts
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.system.cache import open_private
-from encserve_server.system.files import flush
+from encserve_server.system.files import flush, store_whole
 
 _KEY_DIGITS = 16
 _LOOK_SECONDS = 0.2
+_NAME_CHARACTERS = 200  # a file system allows 255 bytes
 _MAKING = ".making"
 _LOCK = ".lock"
 
@@ -44,8 +45,8 @@ def _text(facts: Facts) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Commits:
-    """The last known commits of branches and tags on the hub, so that their bundles are found without a network.
+class LastKnown:
+    """The last known commits of models on the hub, and files of URIs. Their bundles are found without a network.
 
     Attributes:
         folder: The folder of the files. The name of a file begins with ".".
@@ -53,26 +54,27 @@ class Commits:
 
     folder: Path
 
-    def remember(self, repository: str, revision: str | None, commit: str) -> None:
-        """Store the commit of a revision. None is the main branch.
+    def remember(self, source: str, fact: str) -> None:
+        """Store an ASCII text about a model on the hub, or about a URI. A read-only folder stays as it is."""
 
-        Raises:
-            OSError: The folder cannot be written.
-        """
-        if self.recall(repository, revision) != commit:
-            path = self._path(repository, revision)
-            draft = path.with_name(f"{path.name}.{os.getpid()}")
-            draft.write_text(commit, encoding="ascii")
-            draft.replace(path)
+        def write(draft: Path) -> None:
+            draft.write_text(fact, encoding="ascii")
 
-    def recall(self, repository: str, revision: str | None) -> str | None:
-        """Return the stored commit of a revision, or None."""
-        with suppress(OSError):
-            return self._path(repository, revision).read_text(encoding="ascii")
+        if self.recall(source) != fact:
+            with suppress(OSError):  # the bundle is finished; only a start without a network needs the fact
+                store_whole(self._path(source), write)
+
+    def recall(self, source: str) -> str | None:
+        """Return the stored text, or None."""
+        with suppress(OSError, ValueError):
+            return self._path(source).read_text(encoding="ascii")
         return None
 
-    def _path(self, repository: str, revision: str | None) -> Path:
-        return self.folder / f".commit-{quote(f'{repository}@{revision}' if revision else repository, safe='')}"
+    def _path(self, source: str) -> Path:
+        name = quote(source, safe="")
+        if len(name) > _NAME_CHARACTERS:
+            name = hashlib.sha256(source.encode()).hexdigest()
+        return self.folder / f".commit-{name}"
 
 
 class BundleCache:
@@ -91,16 +93,20 @@ class BundleCache:
         """Return the finished bundle of a key, or None. The checksum of every file is checked.
 
         A broken bundle counts as missing, and `work` gets a line about it.
+
+        Raises:
+            OSError: Other users can write to the cache, or the cache belongs to another user.
         """
         entry = self.folder / f"{name}-{key}"
         if not entry.is_dir():
             return None
+        self._open()
         bundle = newest_bundle(entry / name) if (entry / name).is_dir() else None
         if bundle is None:
             work.note(f"a bundle in the cache is incomplete and will be made again: {entry}")
         return bundle if bundle is not None and _is_whole(bundle, work) else None
 
-    def make(self, name: str, key: str, make: Make, work: Work) -> Path:
+    def get(self, name: str, key: str, make: Make, work: Work) -> Path:
         """Return the bundle of a key. If it is missing, call `make`, in one process at a time.
 
         Args:
@@ -113,10 +119,14 @@ class BundleCache:
             OSError: The cache cannot be written, or other users can write to it. Other exceptions of `make` and of
                 `work` pass through.
         """
-        self._open()
         entry = self.folder / f"{name}-{key}"
+        checked = _stamp(entry)
+        if found := self.find(name, key, work):
+            return found
+        self._open()
         with _locked(entry, work):
-            if found := self.find(name, key, work):
+            # Another process may have made the bundle meanwhile.
+            if _stamp(entry) != checked and (found := self.find(name, key, work)):
                 return found
             shutil.rmtree(entry, ignore_errors=True)
             _sweep(self.folder)
@@ -133,6 +143,15 @@ class BundleCache:
         open_private(self.folder)
 
 
+def _stamp(entry: Path) -> tuple[int, int] | None:
+    """Return the inode and the time of a folder. A folder that another process puts in its place has other values."""
+    try:
+        status = entry.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
 def publish(repository: Path, name: str, version: str, facts: Facts, make: Make, work: Work) -> Path:
     """Return the bundle NAME/VERSION in a model repository. If it is missing, call `make`; see `BundleCache.make`.
 
@@ -145,7 +164,7 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
     source = final.with_name(f".{version}.source.json")
     with _locked(repository / f"{name}-{version}", work):
         if final.exists():
-            if not source.is_file() or source.read_text(encoding="utf-8") != _text(facts):
+            if not _is_of(final, source, facts):
                 raise ValueError(
                     f"{final} exists and holds another bundle: give another --version, or remove the folder"
                 )
@@ -155,10 +174,34 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
         _sweep(repository)
         with _made(repository / f"{name}-{version}", make) as made:
             final.parent.mkdir(exist_ok=True)
-            source.write_text(_text(facts), encoding="utf-8")
-            made.joinpath(name, version).rename(final)
+            bundle = made / name / version
+            source.write_text(_text({"facts": facts, "manifest": _digest(bundle / MANIFEST)}), encoding="utf-8")
+            bundle.rename(final)
             flush(final.parent)
     return final
+
+
+def _is_of(bundle: Path, source: Path, facts: Facts) -> bool:
+    """Return whether a bundle was made of these facts. The version of encserve does not count.
+
+    `source` may be of an earlier bundle in the same place, so the manifest counts too. A missing manifest makes the
+    bundle broken, not another one.
+    """
+    try:
+        stored = json.loads(source.read_bytes())
+        manifest = bundle / MANIFEST
+        is_same = not manifest.exists() or stored["manifest"] == _digest(manifest)
+        return is_same and _without_version(stored["facts"]) == _without_version(json.loads(_text(facts)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # an unreadable file may cause any of these
+        return False
+
+
+def _without_version(facts: Facts) -> Facts:
+    return {name: fact for name, fact in facts.items() if name != "encserve"}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_whole(bundle: Path, work: Work) -> bool:
@@ -202,14 +245,19 @@ def _locked(target: Path, work: Work) -> Iterator[None]:
         work.stage(f"waiting for another process, which makes {target.name}")
         time.sleep(_LOOK_SECONDS)
     try:
-        yield
+        with Interrupts.cleanup(partial(_lock_of(target).unlink, missing_ok=True)):
+            yield
     finally:
         unlock()
 
 
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_LOCK}")
+
+
 def _try_lock(target: Path) -> Callable[[], None] | None:
     """Lock a target, and return a function that unlocks it. Return None if another process holds the lock."""
-    path = target.with_name(f".{target.name}{_LOCK}")
+    path = _lock_of(target)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def unlock() -> None:

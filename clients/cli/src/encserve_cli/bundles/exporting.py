@@ -4,7 +4,6 @@ import json
 import os
 import re
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from encserve_server.system.memory import usable_bytes
 
 ExportPrecision = Literal["float32", "float16", "int8"]
 
-_EXPORTER = "encserve-export"
+# The exporter runs in this Python. A program of the same name on PATH may be of another version.
+_EXPORTER = "from encserve.commands import encserve_export; encserve_export()"
 # An export needs at most 3 times the size of the float32 weights, plus 500 MB, plus the memory of the imports. The
 # figures are measured: docs/performance.md, "Exports".
 _WEIGHTS_FACTOR = 3
@@ -79,25 +79,22 @@ class ExportOptions:
         return arguments
 
 
-def check_exporter(source: str, name: str) -> str:
-    """Return the path of the exporter.
+def check_exporter(source: str, name: str) -> None:
+    """Check that PyTorch is installed.
 
     Args:
         source: The model as the user wrote it, for error messages.
         name: The name of the exported model.
 
     Raises:
-        ValueError: The exporter is not installed.
+        ValueError: PyTorch is not installed.
     """
-    where = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    exporter = shutil.which(_EXPORTER, path=where)
-    if exporter is None or find_spec("torch") is None:
+    if find_spec("torch") is None:
         raise ValueError(
             f"{source} is a checkpoint and must be exported first. The export needs PyTorch (1.4 GB on disk for the "
             f"CPU build). Install PyTorch with: {install_line('export')}. Or run `encserve pull {source} --to models` "
             f"on another machine, and use models/{name} here"
         )
-    return exporter
 
 
 def check_settings(source: str, directory: Path, options: ExportOptions) -> None:
@@ -154,7 +151,6 @@ def _settings(directory: Path) -> Mapping[str, Any]:
 
 
 def export(
-    exporter: str,
     source: Path | hub.Snapshot,
     name: str,
     options: ExportOptions,
@@ -167,7 +163,6 @@ def export(
     """Export a checkpoint into a model repository, as NAME/VERSION.
 
     Args:
-        exporter: The path of the exporter.
         source: A directory, or a downloaded checkpoint.
         name: The name of the model.
         options: The options of the export.
@@ -185,7 +180,9 @@ def export(
         arguments = [source.repository, "--revision", source.revision]
         variables["HF_HUB_OFFLINE"] = "1"  # all files are in the cache
     arguments += ["--model-repository", str(repository), "--name", name, "--version", version, *options.arguments()]
-    command = [sys.executable, "-I", "-c", _START, str(os.getpid()), exporter, "hf", *arguments]
+    # -P: modules in the current folder are not imported.
+    exporter = [sys.executable, "-P", "-c", _EXPORTER]
+    command = [sys.executable, "-I", "-c", _START, str(os.getpid()), *exporter, "hf", *arguments]
     work.stage("exporting")
     with subprocess.Popen(
         command,
@@ -246,4 +243,4 @@ def _failure(source: str, status: int, lines: Iterable[str]) -> str:
     if status == -signal.SIGKILL:
         return f"{source}: the export was killed, perhaps because the machine has too little memory"
     last_line = "; its last line: ".join(["", *list(lines)[-1:]])
-    return f"{source}: {_EXPORTER} failed with exit status {status}{last_line}"
+    return f"{source}: encserve-export failed with exit status {status}{last_line}"

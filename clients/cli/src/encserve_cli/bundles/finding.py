@@ -1,17 +1,28 @@
 """Finds or makes the bundle of a model."""
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from encserve import __version__, hub
+from encserve.extras import needs
 from encserve_cli.bundles import exporting
-from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, RemoteBundle, read_model
-from encserve_cli.bundles.cache import BundleCache, Commits, Make, key_of, publish
+from encserve_cli.bundles.argument import (
+    BundleFolder,
+    Checkpoint,
+    HubModel,
+    Model,
+    RemoteBundle,
+    check_version,
+    read_model,
+)
+from encserve_cli.bundles.cache import BundleCache, LastKnown, Make, key_of, publish
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.work import Work, shown_work
+from encserve_cli.shared import one_line
 
 _FIRST_VERSION = "1"
 _MB = 1_000_000
@@ -57,6 +68,8 @@ def find_bundle(given: str) -> Path:
 def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     """Return the folder of a model's bundle. If the cache does not have the bundle, make the bundle in the cache.
 
+    If the newest commit cannot become a bundle now, the finished bundle of the last served commit is returned.
+
     Raises:
         ValueError: The model cannot become a bundle on this machine: PyTorch or memory is missing, or a URI is wrong.
         HubError: The checkpoint cannot be downloaded.
@@ -67,12 +80,23 @@ def prepare(model: Model, options: ExportOptions, work: Work) -> Path:
     if isinstance(model, BundleFolder):
         return model.folder
     cache = BundleCache()
-    commits = Commits(cache.folder)
+    last_known = LastKnown(cache.folder)
     work.stage("looking for the model")
-    source = _source_of(model, options, _FIRST_VERSION, work, commits)
-    key = key_of(source.facts)
-    bundle = cache.find(source.name, key, work) or cache.make(source.name, key, source.make, work)
-    _remember(model, source, commits)
+    try:
+        source = _source_of(model, options, _FIRST_VERSION, work)
+        bundle = cache.get(source.name, key_of(source.facts), source.make, work)
+    except hub.UnknownRevision:
+        raise
+    except (ValueError, OSError, RuntimeError, hub.HubError) as error:
+        earlier = _earlier_source(model, options, _FIRST_VERSION, last_known, error)
+        if earlier is None:
+            raise
+        finished = cache.find(earlier.name, key_of(earlier.facts), work)
+        if finished is None:
+            raise
+        work.note(_continuing(error, earlier))
+        return finished
+    _remember(model, source, last_known)
     return bundle
 
 
@@ -82,14 +106,25 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
     A finished bundle in the user's cache is copied.
 
     Raises:
-        ValueError: See `prepare`. Or the version exists and is another bundle, or the model is a bundle already.
+        ValueError: See `prepare`. Or the version exists and is another bundle, the model is a bundle already, or
+            `version` cannot be the name of a folder.
         HubError, RuntimeError, OSError, Stopped: See `prepare`.
     """
+    check_version(version)
     if isinstance(model, BundleFolder):
         raise ValueError(f"{model.folder}: is a bundle already; `encserve serve {model.folder}` serves the bundle")
     work.stage("looking for the model")
-    cache, commits = BundleCache(), Commits(repository)
-    source = _source_of(model, options, version, work, commits)
+    cache, last_known = BundleCache(), LastKnown(repository)
+    failed: Exception | None = None
+    try:
+        source = _source_of(model, options, version, work)
+    except hub.UnknownRevision:
+        raise
+    except (hub.HubError, OSError) as error:
+        earlier = _earlier_source(model, options, version, last_known, error)
+        if earlier is None:
+            raise
+        source, failed = earlier, error
     key = key_of(source.facts)
 
     def make(folder: Path, temporary: Path) -> None:
@@ -100,33 +135,67 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
             shutil.copytree(kept, folder / source.name / source.version)
 
     bundle = publish(repository, source.name, source.version, source.facts, make, work)
-    _remember(model, source, commits)
+    if failed is not None:
+        work.note(_continuing(failed, source))
+    _remember(model, source, last_known)
     return bundle
 
 
 def _source_of(
-    model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work, commits: Commits
+    model: Checkpoint | HubModel | RemoteBundle, options: ExportOptions, version: str, work: Work
 ) -> _Source:
     if isinstance(model, RemoteBundle):
-        return _remote(model)
-    facts = {"encserve": __version__, "name": model.name, "version": version, "options": asdict(options)}
+        return _remote(model, work)
     if isinstance(model, Checkpoint):
-        facts["directory"] = _digest(model.directory, work)
+        facts = _export_facts(model.name, options, version) | {"directory": _digest(model.directory, work)}
         return _Source(model.name, version, facts, _exports_directory(model, options, version, work))
-    snapshot = _find_on_hub(model, work, commits)
-    facts |= {"repository": model.repository, "commit": snapshot.revision}
+    snapshot = hub.find(model.repository, model.revision)
+    facts = _commit_facts(model, options, version, snapshot.revision)
     return _Source(model.name, version, facts, _exports_snapshot(model, snapshot, options, version, work))
 
 
-def _remote(model: RemoteBundle) -> _Source:
-    from encserve_cli.bundles.uris import copy_bundle, list_bundle
+def _export_facts(name: str, options: ExportOptions, version: str) -> dict[str, object]:
+    return {"encserve": __version__, "name": name, "version": version, "options": asdict(options)}
 
-    listed = list_bundle(model.uri)
+
+def _commit_facts(model: HubModel, options: ExportOptions, version: str, commit: str) -> dict[str, object]:
+    return _export_facts(model.name, options, version) | {"repository": model.repository, "commit": commit}
+
+
+def _earlier_source(
+    model: Model, options: ExportOptions, version: str, last_known: LastKnown, error: Exception
+) -> _Source | None:
+    """Return the last served commit of a model on the hub, or the last copied files of a URI, or None.
+
+    If there is no finished bundle of this source, its `make` raises `error`.
+    """
+
+    def make(*_: Path) -> None:
+        raise error
+
+    if isinstance(model, HubModel) and (commit := last_known.recall(model.source)):
+        return _Source(model.name, version, _commit_facts(model, options, version, commit), make)
+    # Other errors than OSError are not about the network, such as a URI without a bundle.
+    if isinstance(model, RemoteBundle) and isinstance(error, OSError) and (files := last_known.recall(model.uri)):
+        return _Source(model.name, model.version, {"uri": model.uri, "files": json.loads(files)}, make)
+    return None
+
+
+def _continuing(error: Exception, source: _Source) -> str:
+    what = f"commit {source.facts['commit']}, which was exported" if "commit" in source.facts else "the files copied"
+    return f"{one_line(error)}. Continuing with {what} before"
+
+
+def _remote(model: RemoteBundle, work: Work) -> _Source:
+    with needs(model.uri, "cli", ValueError):
+        from encserve_cli.bundles.uris import copy_bundle, list_bundle
+
+    files = list_bundle(model.uri)
 
     def make(folder: Path, _: Path) -> None:
-        copy_bundle(model.uri, folder / listed.name / listed.version)
+        copy_bundle(model.uri, files, folder / model.name / model.version, work)
 
-    return _Source(listed.name, listed.version, {"uri": model.uri, "files": listed.facts}, make)
+    return _Source(model.name, model.version, {"uri": model.uri, "files": files}, make)
 
 
 def _digest(directory: Path, work: Work) -> str:
@@ -142,13 +211,12 @@ def _digest(directory: Path, work: Work) -> str:
 def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, work: Work) -> Make:
     def make(folder: Path, temporary: Path) -> None:
         source = str(model.directory)
-        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_exporter(source, model.name)
         exporting.check_settings(source, model.directory, options)
         files = {name: (model.directory / name).stat().st_size for name in hub.export_files(model.directory)}
         needed = exporting.check_memory(source, hub.Plan(files, ()).weights_bytes, model.directory)
         _announce(source, needed, 0, work)
         exporting.export(
-            exporter,
             model.directory,
             model.name,
             options,
@@ -161,27 +229,13 @@ def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, 
     return make
 
 
-def _find_on_hub(model: HubModel, work: Work, commits: Commits) -> hub.Snapshot:
-    """Return the commit of a model. If the hub does not answer, return the commit of the last finished bundle."""
-    try:
-        return hub.find(model.repository, model.revision)
-    except hub.UnknownRevision:
-        raise
-    except hub.HubError as error:
-        commit = commits.recall(model.repository, model.revision)
-        if commit is None:
-            raise
-        work.note(f"{error}. Continuing with commit {commit}, which was exported before")
-        return hub.Snapshot(Path(), model.repository, commit)
-
-
 def _exports_snapshot(
     model: HubModel, snapshot: hub.Snapshot, options: ExportOptions, version: str, work: Work
 ) -> Make:
-    source = model.repository if model.revision is None else f"{model.repository}@{model.revision}"
+    source = model.source
 
     def make(folder: Path, temporary: Path) -> None:
-        exporter = exporting.check_exporter(source, model.name)
+        exporting.check_exporter(source, model.name)
         exporting.check_settings(source, snapshot.directory, options)
         plan = hub.plan(snapshot)
         needed = exporting.check_memory(source, plan.weights_bytes, snapshot.directory)
@@ -193,7 +247,6 @@ def _exports_snapshot(
 
         hub.fetch(snapshot, plan, tell)
         exporting.export(
-            exporter,
             snapshot,
             model.name,
             options,
@@ -215,6 +268,8 @@ def _announce(source: str, memory_bytes: int, download_bytes: int, work: Work) -
     )
 
 
-def _remember(model: Model, source: _Source, commits: Commits) -> None:
+def _remember(model: Model, source: _Source, last_known: LastKnown) -> None:
     if isinstance(model, HubModel):
-        commits.remember(model.repository, model.revision, str(source.facts["commit"]))
+        last_known.remember(model.source, str(source.facts["commit"]))
+    elif isinstance(model, RemoteBundle):
+        last_known.remember(model.uri, json.dumps(source.facts["files"]))
