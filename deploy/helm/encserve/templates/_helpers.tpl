@@ -70,7 +70,7 @@ app.kubernetes.io/part-of: encserve
 
 {{- define "encserve.stopSeconds" -}}
 {{- $settings := include "encserve.settings" . | fromJson -}}
-{{- ceil (addf (index $settings "drain-delay-seconds") (index $settings "grace-seconds") 15) }}
+{{- addf (index $settings "drain-delay-seconds") (index $settings "grace-seconds") 15 | ceil | int64 }}
 {{- end }}
 
 {{- define "encserve.container" -}}
