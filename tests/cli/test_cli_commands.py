@@ -487,7 +487,7 @@ def test_bundle_promote_and_rename_print_the_new_folder(tmp_path: Path) -> None:
     renamed = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
     assert (renamed.exit_code, renamed.output) == (0, f"{tmp_path}/models/tiny/2\n")
     again = CliRunner().invoke(cli, ["bundle", "rename", str(tmp_path / "models" / "tiny"), "--version", "2"])
-    problem = f"Error: {tmp_path}/models/tiny/2: exists; choose another name or version, or remove this folder first\n"
+    problem = f"Error: {tmp_path}/models/tiny/2: has this name and version already\n"
     assert (again.exit_code, again.output) == (1, problem)
     nothing = CliRunner().invoke(cli, ["bundle", "rename", str(source)])
     assert nothing.exit_code == 2

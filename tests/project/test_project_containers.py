@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -114,6 +114,7 @@ def check_server(
     volumes: Mapping[str, tuple[Path, bool]],
     environment: Mapping[str, str] = MappingProxyType({}),
     *,
+    tmpfs: Sequence[str] = (),
     health: list[str] | None = None,
     scheme: str = "http",
     key: str = "",
@@ -127,7 +128,7 @@ def check_server(
     url = f"{scheme}://127.0.0.1:8080/v1/embeddings"
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     job = json.dumps([command, health or image.command("HEALTHCHECK"), url, TEXTS, headers])
-    done = image.run(["python", "-c", DRIVER, job], volumes, environment)
+    done = image.run(["python", "-c", DRIVER, job], volumes, environment, tmpfs=tmpfs)
     assert done.returncode == 0, done.stderr
     reply = json.loads(done.stdout.splitlines()[-1])
     assert reply["status"] == 0, done.stderr
@@ -140,7 +141,7 @@ def test_a_container_is_confined(server_image: Stage, tmp_path: Path) -> None:
     for name in ("models", "cache"):
         (tmp_path / name).mkdir()
     volumes = {"/models": (tmp_path / "models", True), "/cache": (tmp_path / "cache", False)}
-    done = server_image.run(["python", "-c", CONFINED], volumes)
+    done = server_image.run(["python", "-c", CONFINED], volumes, tmpfs=COMPOSE["server"]["tmpfs"])
     assert (done.returncode, json.loads(done.stdout or "[]")) == (0, []), done.stderr
 
 
@@ -148,14 +149,15 @@ def test_the_server_of_compose(server_image: Stage, models: Path, tmp_path: Path
     service = COMPOSE["server"]
     folders = {"models": models, "cache": tmp_path}
     volumes = {target: (folders[source], read_only) for source, target, read_only in mounts(service)}
-    check_server(server_image, server_image.command("ENTRYPOINT"), volumes, service["environment"])
+    command = server_image.command("ENTRYPOINT")
+    check_server(server_image, command, volumes, service["environment"], tmpfs=service["tmpfs"])
     assert any(tmp_path.iterdir())  # the weights in the layout of the CPU's kernels
 
 
 def test_docker_run_with_a_flag(server_image: Stage, models: Path) -> None:
     """The arguments after the image's name are flags of the server. No volume but the models is needed."""
     command = [*server_image.command("ENTRYPOINT"), "--model", "all-MiniLM-L6-v2", "--http-port", "8080"]
-    check_server(server_image, command, {"/models": (models, False)})
+    check_server(server_image, command, {"/models": (models, False)}, tmpfs=["/tmp"])  # noqa: S108 - in the container
 
 
 def volumes_of(container: Any, folders: Mapping[str, Path]) -> dict[str, tuple[Path, bool]]:
@@ -195,11 +197,14 @@ def probe_command(probe: Any) -> list[str]:
     return ["python", "-c", HEALTHZ, f"https://127.0.0.1:9464{probe['httpGet']['path']}"]
 
 
-def test_the_server_of_kserve(server_image: Stage, models: Path) -> None:
+def test_the_server_of_kserve(server_image: Stage, models: Path, tmp_path: Path) -> None:
     container = container_of(load("kserve/serving-runtime.yaml"))
+    folders = {name: tmp_path / name for name in ("cache", "tmp")}
+    for folder in folders.values():
+        folder.mkdir()
     arguments = [word.replace("{{.Name}}", "all-MiniLM-L6-v2") for word in container["args"]]
     command = [*server_image.command("ENTRYPOINT"), *arguments, "--http-port=8080"]
-    check_server(server_image, command, {"/mnt/models": (models, True)})
+    check_server(server_image, command, volumes_of(container, folders) | {"/mnt/models": (models, True)})
 
 
 @pytest.mark.weekly
@@ -208,12 +213,14 @@ def test_the_export_of_compose(export_file: Dockerfile, server_image: Stage, tmp
     service = COMPOSE["export"]
     image = export_file.stage(service["build"]["target"])
     command = [word.replace("$$", "$") for word in (*service["entrypoint"], *service["command"])]
-    exported = image.run(command, {"/models": (tmp_path, False)})
+    exported = image.run(command, {"/models": (tmp_path, False)}, tmpfs=service["tmpfs"])
     assert exported.returncode == 0, exported.stderr
-    again = image.run(command, {"/models": (tmp_path, False)})
+    again = image.run(command, {"/models": (tmp_path, False)}, tmpfs=service["tmpfs"])
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     entry_point = server_image.command("ENTRYPOINT")
-    check_server(server_image, entry_point, {"/models": (tmp_path, True)}, COMPOSE["server"]["environment"])
+    server = COMPOSE["server"]
+    volumes = {"/models": (tmp_path, True)}
+    check_server(server_image, entry_point, volumes, server["environment"], tmpfs=server["tmpfs"])
 
 
 @pytest.mark.weekly

@@ -44,12 +44,41 @@ EVERYTHING = rendered(
     pull={"tokenSecret": "hub", "env": {"HF_ENDPOINT": "https://hub.example.com"}},
     tls={"secret": "encserve-tls", "clientCa": True},
     modelVolume={"accessMode": "ReadWriteMany", "storageClass": "shared"},
-    cacheVolume={"claim": "cache"},
+    cacheVolume={"claim": "cache", "accessMode": "ReadWriteMany"},
     networkPolicy={"egress": [{"ports": [{"port": 4317}]}]},
+    nodeSelector={"pool": "encoders"},
+    affinity={
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "Exists"}]}]
+            }
+        }
+    },
+    runtimeClassName="nvidia",
 )
-RENDERINGS = {"plain": PLAIN, "secure": SECURE, "replicas": REPLICAS, "gpu": GPU, "everything": EVERYTHING}
+OWN = rendered(
+    engine="openvino",
+    models=[],
+    modelVolume={"claim": "mine"},
+    cacheVolume={"claim": "cache"},
+    networkPolicy={"enabled": False},
+    settings={
+        "tune-batches": False,
+        "strict-http": True,
+        "cors-allow-origin": ["https://one.example.com", "https://two.example.com"],
+        "max-queue-tokens": 2_000_000,
+        "max-padding-fraction": 0.25,
+        "served-model-name": ["true=one"],
+        "grace-seconds": "100.5",
+        "drain-delay-seconds": 0,
+    },
+)
+RENDERINGS = {
+    "plain": PLAIN, "secure": SECURE, "replicas": REPLICAS, "gpu": GPU, "everything": EVERYTHING, "own": OWN,
+}  # fmt: skip
 OPERATORS = {"PodMonitor", "PrometheusRule", "ScaledObject"}  # kinds that Kubernetes itself does not have
 RUNTIME = load("kserve/serving-runtime.yaml")
+PULL_JOB = load("kubernetes/pull-job.yaml")
 RAY_JOB = load("kuberay/embed-rayjob.yaml")
 
 
@@ -87,12 +116,36 @@ def test_the_committed_output_is_current() -> None:
         ({"replica": 2}, "replica"),
         ({"tls": {"secrets": "x"}}, "secrets"),
         ({"engine": "cuda"}, "engine"),
-        ({"replicas": 2}, "set modelVolume.accessMode to ReadWriteMany, or name a claim in modelVolume.claim"),
-        ({"replicas": None}, "more than one server needs a volume that several pods can mount"),
-        ({"autoscaling": {"enabled": True}}, "more than one server needs a volume that several pods can mount"),
+        ({"replicas": 2}, "set modelVolume.accessMode to ReadWriteMany"),
+        ({"replicas": None}, "more than one server needs volumes that several nodes can mount"),
+        ({"autoscaling": {"enabled": True}}, "more than one server needs volumes that several nodes can mount"),
         ({"models": [{"name": "a/b", "source": "a/b"}]}, "name"),
         ({"models": ["a/b"]}, "models"),
         ({"gpus": 1}, "gpus is 1, but engine is cpu; set engine to gpu"),
+        ({"replicas": 2, "modelVolume": {"claim": "mine"}}, "set modelVolume.accessMode to ReadWriteMany"),
+        (
+            {"replicas": 2, "modelVolume": {"accessMode": "ReadWriteMany"}, "cacheVolume": {"claim": "cache"}},
+            "set cacheVolume.accessMode to ReadWriteMany",
+        ),
+        *(
+            ({"settings": {flag: value}}, f"settings.{flag}: the chart sets this flag; {advice}")
+            for flag, value, advice in (
+                ("model-repository", "/x", "remove the setting"),
+                ("cache-dir", "/x", "remove the setting"),
+                ("host", "127.0.0.1", "remove the setting"),
+                ("grpc-port", 1, "remove the setting"),
+                ("http-port", 1, "remove the setting"),
+                ("metrics-port", 1, "remove the setting"),
+                ("engine", "openvino", "use the value engine"),
+                ("tls-cert-file", "/x", "use the value tls.secret"),
+                ("tls-key-file", "/x", "use the value tls.secret"),
+                ("tls-client-ca-file", "/x", "use the value tls.clientCa"),
+                ("callers", "/x", "use the value callers.secret"),
+            )
+        ),
+        ({"settings": {"no-inspect": True}}, "no-inspect"),
+        ({"settings": {"inspect": {"on": True}}}, "settings"),
+        ({"models": [{"name": "a", "source": "a", "options": [256]}]}, "options"),
     ],
 )
 def test_the_chart_refuses_bad_values(values: dict[str, Any], problem: str) -> None:
@@ -115,12 +168,12 @@ def test_kubernetes_accepts_every_rendering(tmp_path: Path, resources: dict[str,
 
 
 @pytest.mark.system
-def test_kubernetes_accepts_the_namespace_and_the_pods_of_the_ray_job(tmp_path: Path) -> None:
+def test_kubernetes_accepts_the_namespace_and_the_pods_of_jobs(tmp_path: Path) -> None:
     pods = [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "m"}, "template": group["template"]}
         for group in ray_groups()
     ]
-    kubernetes_accepts(tmp_path, load("kubernetes/namespace.yaml"), *pods)
+    kubernetes_accepts(tmp_path, load("kubernetes/namespace.yaml"), PULL_JOB, *pods)
 
 
 def test_kinds() -> None:
@@ -149,17 +202,48 @@ def test_the_server_of_a_rendering(resources: dict[str, Any]) -> None:
         name: (port, name) for name, port in ports.items()
     }
     assert service["clusterIP"] == "None"
-    rules = resources["NetworkPolicy"]["spec"]["ingress"]
-    assert sorted(port["port"] for rule in rules for port in rule["ports"]) == sorted(ports)
     labels = resources["Deployment"]["spec"]["selector"]["matchLabels"]
     assert labels.items() <= resources["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
-    assert labels == service["selector"] == resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    assert labels == service["selector"]
     assert labels == resources["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+    if "NetworkPolicy" in resources:
+        policy = resources["NetworkPolicy"]["spec"]
+        assert sorted(port["port"] for rule in policy["ingress"] for port in rule["ports"]) == sorted(ports)
+        assert labels == policy["podSelector"]["matchLabels"]
     volumes = {volume["name"] for volume in pod["volumes"]}
-    for container in (server, *pod["initContainers"]):
+    for container in (server, *pod.get("initContainers", [])):
         assert mounts_of(container).keys() <= volumes
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert not any("subPath" in mount for mount in container["volumeMounts"])
+
+
+def test_settings_of_every_kind_reach_the_server() -> None:
+    """Booleans, lists, large numbers, fractions and strings. A setting replaces the chart's default."""
+    settings = settings_of(server_of(OWN))
+    assert (
+        settings.items()
+        >= {
+            "tune_batches": False,
+            "strict_http": True,
+            "cors_allow_origin": ("https://one.example.com", "https://two.example.com"),
+            "max_queue_tokens": 2_000_000,
+            "max_padding_fraction": 0.25,
+            "served_model_name": ("true=one",),
+            "grace_seconds": 100.5,
+            "drain_delay_seconds": 0.0,
+            "max_connection_age_seconds": 300.0,
+            "engine": "openvino",
+        }.items()
+    )
+    assert pod_of(OWN)["terminationGracePeriodSeconds"] == 116
+
+
+def test_options_of_a_model_are_strings() -> None:
+    """YAML reads words such as 256, yes and #x as something else than strings, unless they are quoted."""
+    words = ["--max-sequence-tokens", "256", "yes", "#x", 'a"b']
+    model = {"name": "one", "source": "owner/one", "options": words}
+    (pull,) = pod_of(rendered(models=[model]))["initContainers"]
+    assert pull["command"][-len(words) :] == words
 
 
 def test_containers_can_write_where_they_must() -> None:
@@ -173,8 +257,8 @@ def test_containers_can_write_where_they_must() -> None:
     assert not any(mount.get("readOnly") for mount in pull["volumeMounts"])
     folders = {name: value for it in pull["env"] for name, value in [it.values()] if isinstance(value, str)}
     assert all(Path(folder).is_relative_to("/cache") for folder in folders.values())
-    assert settings_of(server)["cache_dir"].startswith("/cache/")
-    assert settings_of(server)["model_repository"] == "/models"
+    assert settings_of(server)["cache_dir"].is_relative_to("/cache")
+    assert settings_of(server)["model_repository"] == Path("/models")
     assert "--to=/models" in pull["command"]
 
 
@@ -192,6 +276,20 @@ def test_models_are_pulled_in_order() -> None:
     assert PLAIN["NetworkPolicy"]["spec"]["egress"][1] == {"ports": [{"port": 443, "protocol": "TCP"}]}
 
 
+def test_the_job_pulls_as_the_init_container_does() -> None:
+    """The job runs on the server's node. Its pods do not match the selectors of the server."""
+    template, pod = PULL_JOB["spec"]["template"], pod_of(PLAIN)
+    job, (pull,) = container_of(PULL_JOB), pod["initContainers"]
+    same = ("image", "env", "resources", "securityContext", "volumeMounts")
+    assert {field: job[field] for field in same} == {field: pull[field] for field in same}
+    assert [*job["command"][2:-1], "--version=1"] == pull["command"][4:]
+    assert template["spec"]["securityContext"] == pod["securityContext"]
+    assert template["spec"]["volumes"] == pod["volumes"]
+    (near,) = template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert near["labelSelector"] == PLAIN["Deployment"]["spec"]["selector"]
+    assert "metadata" not in template
+
+
 def test_the_claim_fits_the_number_of_servers() -> None:
     """A volume that one node can mount allows one server, which is stopped before its successor starts."""
     assert PLAIN["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
@@ -200,15 +298,24 @@ def test_the_claim_fits_the_number_of_servers() -> None:
     assert REPLICAS["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
     assert REPLICAS["Deployment"]["spec"]["strategy"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     assert "replicas" not in REPLICAS["Deployment"]["spec"]
-    own = rendered(replicas=None, modelVolume={"claim": "mine"})
+    assert OWN["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
+    own = rendered(replicas=None, modelVolume={"claim": "mine", "accessMode": "ReadWriteMany"})
+    assert own["Deployment"]["spec"]["strategy"] == REPLICAS["Deployment"]["spec"]["strategy"]
+    cache = rendered(cacheVolume={"claim": "cache"}, modelVolume={"accessMode": "ReadWriteMany"})
+    assert cache["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
     assert "replicas" not in own["Deployment"]["spec"]
     assert "ScaledObject" not in own
 
 
-def test_a_gpu() -> None:
+def test_a_gpu_and_the_nodes() -> None:
     assert server_of(GPU)["image"] == f"encserve-server:{__version__}-gpu"
     assert server_of(GPU)["resources"]["limits"]["nvidia.com/gpu"] == 1
-    shared = rendered("values-gpu.yaml", modelVolume={"claim": "mine"})
+    assert pod_of(GPU)["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert not {"nodeSelector", "affinity", "tolerations", "runtimeClassName"} & pod_of(PLAIN).keys()
+    assert pod_of(EVERYTHING)["nodeSelector"] == {"pool": "encoders"}
+    assert pod_of(EVERYTHING)["affinity"].keys() == {"nodeAffinity"}
+    assert pod_of(EVERYTHING)["runtimeClassName"] == "nvidia"
+    shared = rendered("values-gpu.yaml", modelVolume={"accessMode": "ReadWriteMany"})
     assert shared["Deployment"]["spec"]["strategy"] == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
 
 
@@ -270,6 +377,14 @@ def test_the_job_name_is_the_one_of_the_rules() -> None:
     assert rules["spec"]["groups"] == [
         group for path in ("alerts", "recording") for group in load(f"prometheus/rules/{path}.yml")["groups"]
     ]
+    (endpoint,) = REPLICAS["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    # A pod has an address while its init container runs.
+    (running,) = endpoint["relabelings"]
+    phase = "__meta_kubernetes_pod_phase"
+    assert running == {"sourceLabels": [phase], "regex": "Running", "action": "keep"}
+    second = rendered("values-replicas.yaml", monitoring={"enabled": True, "rules": False})
+    assert "PodMonitor" in second
+    assert "PrometheusRule" not in second
     (endpoint,) = EVERYTHING["PodMonitor"]["spec"]["podMetricsEndpoints"]
     assert endpoint["scheme"] == "https"
     assert endpoint["tlsConfig"].keys() == {"serverName", "ca", "cert", "keySecret"}
@@ -287,9 +402,12 @@ def test_the_autoscaler_uses_metrics_that_exist() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     assert set(re.findall(r"encserve_\w+", query)) <= {family.name for family in registry.collect()}
-    pods = '{namespace="encserve",pod=~"encserve-.+"}'
+    pods = '{namespace="encserve",pod=~"encserve-[0-9a-z]+(-[0-9a-z]+)?"}'
     assert query.count(pods) == 3
     assert query.replace(pods, "") in (ROOT / "docs/kubernetes.md").read_text()
+    (pattern,) = set(re.findall(r'pod=~"([^"]+)"', query))
+    assert re.fullmatch(pattern, "encserve-7d9f8c6b5-x2k4q")
+    assert not re.fullmatch(pattern, "encserve-large-7d9f8c6b5-x2k4q")
     assert trigger["metadata"]["ignoreNullValues"] == "false"
 
 
@@ -344,7 +462,11 @@ def changed(resource: Any, path: str, value: Any) -> Any:
         (
             "kserve-serving-runtime.json",
             RUNTIME,
-            {"spec.containers.0.ports.0.containerport": 1, "spec.protocolVersion": ["grpc-v2"]},
+            {
+                "spec.containers.0.ports.0.containerport": 1,
+                "spec.protocolVersion": ["grpc-v2"],
+                "spec.volumes.0.emptyDir.size": "1Gi",
+            },
         ),
         (
             "kuberay-rayjob.json",
@@ -388,6 +510,11 @@ def test_the_schema_of_the_operator_accepts_tls() -> None:
 
 def test_the_serving_runtime() -> None:
     container = container_of(RUNTIME)
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    volumes = {volume["name"]: volume.keys() - {"name"} for volume in RUNTIME["spec"]["volumes"]}
+    assert {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]} == {
+        "/cache": {"emptyDir"}, "/tmp": {"emptyDir"},  # noqa: S108 - paths in the container
+    }  # fmt: skip
     settings = DEFAULTS | settings_of(container)
     assert settings.keys() == DEFAULTS.keys()
     assert float(settings["drain_delay_seconds"]) + float(settings["grace_seconds"]) + 5 < 30  # Kubernetes' default
@@ -404,7 +531,7 @@ def test_the_http_settings_in_the_docs() -> None:
     assert schema_errors("kserve-serving-runtime.json", RUNTIME | shown | {"spec": spec}) == []
     settings = settings_of(both)
     assert settings.keys() <= DEFAULTS.keys()
-    assert [str(port["containerPort"]) for port in both["ports"]] == [settings["http_port"]]
+    assert [port["containerPort"] for port in both["ports"]] == [settings["http_port"]]
 
 
 def test_the_ray_job() -> None:

@@ -363,6 +363,19 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
             await asyncio.sleep(0.01)
 
 
+async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
+    repository: Repository, serve: Serve
+) -> None:
+    """A restart ends the old name. The fake loader reads a name from the folder, so a renamed folder is enough."""
+    repository.put("1", "a", name="old")
+    server = await serve()
+    (repository.path / "old").rename(repository.path / "new")
+    await repository.look(3)
+    await lists(server, "old@1* new@1")
+    assert await version_of(server, model="old") == "old@1 a"
+    assert await version_of(server, model="new") == "new@1 a"
+
+
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the memory limit of a container, and of the objects that the garbage collector skips."""
+"""Tests of the limits of cgroups on memory and CPUs, and of the objects that the garbage collector skips."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from waiting import until
 from encserve_server import app
 from encserve_server.__main__ import main
 from encserve_server.settings import Settings
-from encserve_server.system import memory
+from encserve_server.system import cpus, memory
 from encserve_server.telemetry import logs
 
 
@@ -70,16 +70,72 @@ async def test_a_server_without_calls_returns_memory(
     await until(lambda: len(trims) > 2)
 
 
-@pytest.mark.parametrize("limit", ["268435456\n", "max\n", "9223372036854771712\n", None])
-def test_a_containers_limit_is_the_usable_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
-) -> None:
-    """The usable memory is the container's limit, or the machine's memory without a limit.
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MIB_64, MIB_128 = 67108864, 134217728
+UNLIMITED = 9223372036854771712  # of cgroup v1
 
-    A file of cgroup v2 or v1 has the limit. Without a limit, the file has "max" in v2, and a huge number in v1.
+
+@pytest.mark.parametrize(
+    ("own", "limits", "wanted"),
+    [
+        ("0::/", {"memory.max": MIB_128}, MIB_128),
+        ("0::/", {"memory.max": "max"}, MACHINE_BYTES),
+        ("0::/", {}, MACHINE_BYTES),
+        (None, {"memory.max": MIB_128}, MIB_128),
+        ("0::/system.slice/encserve.service", {"system.slice/encserve.service/memory.max": MIB_128}, MIB_128),
+        (
+            "0::/system.slice/encserve.service",
+            {"system.slice/encserve.service/memory.max": "max", "system.slice/memory.max": MIB_64},
+            MIB_64,
+        ),
+        ("0::/system.slice/encserve.service", {"system.slice/other.service/memory.max": MIB_64}, MACHINE_BYTES),
+        ("0::/../outside", {"memory.max": MIB_128}, MIB_128),
+        ("5:cpu,memory:/docker/x\n0::/", {"memory/memory.limit_in_bytes": MIB_128}, MIB_128),
+        ("5:cpu,memory:/a.slice\n0::/", {"memory/a.slice/memory.limit_in_bytes": MIB_64}, MIB_64),
+        ("5:memory:/\n0::/", {"memory/memory.limit_in_bytes": UNLIMITED}, MACHINE_BYTES),
+    ],
+)  # fmt: skip
+def test_the_limits_of_all_cgroups_bound_the_usable_memory(
+    tmp_path: Path, own: str | None, limits: dict[str, int | str], wanted: int
+) -> None:
+    """The limit of a container is in the root of its view. systemd's MemoryMax= is in the cgroup of the service.
+
+    Without a limit, a file has "max" in cgroup v2, and a huge number in v1.
     """
-    if limit is not None:
-        (tmp_path / "limit").write_text(limit)
-    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory.usable_bytes() == (268435456 if limit == "268435456\n" else machine)
+    write_cgroups(tmp_path, own, limits)
+    assert memory.usable_bytes(tmp_path) == min(wanted, MACHINE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("own", "quotas", "wanted"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, 64),
+        ("0::/", {"cpu.max": ""}, 64),
+        (None, {}, 64),
+        ("0::/system.slice/encserve.service", {"system.slice/encserve.service/cpu.max": "300000 100000"}, 3),
+        (
+            "0::/a.slice/b.service",
+            {"a.slice/b.service/cpu.max": "300000 100000", "a.slice/cpu.max": "200000 100000"},
+            2,
+        ),
+    ],
+)  # fmt: skip
+def test_the_quotas_of_all_cgroups_bound_the_usable_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, quotas: dict[str, int | str], wanted: int
+) -> None:
+    write_cgroups(tmp_path, own, quotas)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert cpus.usable_cpus(tmp_path) == wanted
+
+
+def write_cgroups(root: Path, own: str | None, files: dict[str, int | str]) -> None:
+    """Write /proc/self/cgroup and files of /sys/fs/cgroup below a folder."""
+    if own is not None:
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text(f"{own}\n")
+    for path, text in files.items():
+        file = root / "sys/fs/cgroup" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")

@@ -1,6 +1,8 @@
 """Tests of copies and renames of bundles: the manifest, the checks, and what stays after an error."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,11 +55,14 @@ def test_the_manifest_gives_the_name_of_a_folder_that_was_renamed(tmp_path: Path
 
 
 @pytest.mark.parametrize("others", [(), ("2",)])
-def test_a_rename_removes_the_old_folder_and_its_batch_budget(tmp_path: Path, others: tuple[str, ...]) -> None:
+def test_a_rename_removes_the_old_folder_with_its_batch_budget_and_its_source(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
     source = write_bundle(tmp_path, "tiny", "1")
     for version in others:
         write_bundle(tmp_path, "tiny", version)
-    (source.parent / ".1.tuned.json").touch()
+    for kind in ("tuned", "source"):
+        (source.parent / f".1.{kind}.json").touch()
     renamed = rename_bundle(source, name="small", version="3")
     assert read_bundle(renamed).name == "small"
     assert sorted(tmp_path.glob("*/*")) == [renamed, *(tmp_path / "tiny" / version for version in others)]
@@ -74,8 +79,7 @@ def test_a_version_is_renamed_beside_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({}, "tiny/1: exists; choose another name or version, or remove this folder first"),
-        ({"version": "2"}, "tiny/2: exists"),
+        ({"version": "2"}, "tiny/2: exists; choose another name or version, or remove this folder first"),
         ({"name": "../x"}, "name must be 1 to 64 letters, .*; was '../x'"),
         ({"version": ".1"}, "version must be 1 to 64 letters, .*; was '.1'"),
         ({"version": "v" * 65}, "version must be 1 to 64 letters"),
@@ -90,12 +94,68 @@ def test_a_target_that_exists_or_has_a_bad_name_is_refused(
     assert_unchanged(tmp_path, problem, copy_bundle, source, tmp_path, **options)
 
 
+def test_a_bundle_that_has_the_name_and_the_version_already(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path, "tiny", "1")
+    assert_unchanged(tmp_path, "tiny/1: has this name and version already", rename_bundle, source, version="1")
+    assert_unchanged(tmp_path, "tiny/1: exists", copy_bundle, source, tmp_path)
+
+
+@pytest.mark.parametrize("key", [("tiny", "2"), ("small", "1"), ("small", "2")])
+def test_a_folder_that_was_copied_by_hand_gets_the_manifest_of_its_place(tmp_path: Path, key: tuple[str, str]) -> None:
+    """Follow the advice in the error of `read_bundle`. Only the manifest changes."""
+    source = write_bundle(tmp_path, "tiny", "1")
+    copied = tmp_path.joinpath(*key)
+    shutil.copytree(source, copied)
+    with pytest.raises(BundleError) as refused:
+        read_bundle(copied)
+    advice = f"`encserve bundle rename {copied} --name {key[0]} --version {key[1]}` corrects the manifest"
+    assert advice in str(refused.value)
+    others = {path: path.stat() for path in copied.rglob("*") if path.is_file() and path.name != "manifest.json"}
+    assert rename_bundle(copied, name=key[0], version=key[1]) == copied
+    assert (read_bundle(copied).name, read_bundle(copied).version) == key
+    assert {path: path.stat() for path in others} == others
+    assert (copied / "manifest.json").stat().st_mode & 0o777 == 0o644
+    assert sorted(path.name for path in copied.iterdir()) == sorted(path.name for path in source.iterdir())
+    assert read_bundle(source).name == "tiny"
+
+
+def test_an_altered_folder_keeps_its_manifest(tmp_path: Path) -> None:
+    copied = write_bundle(tmp_path, "tiny", "1").rename(tmp_path / "tiny" / "2")
+    (copied / "model.onnx").write_bytes(b"x")
+    assert_unchanged(tmp_path, "model.onnx: .* bytes; its manifest says", rename_bundle, copied, version="2")
+
+
+def test_a_rename_outside_of_a_repository_is_refused(tmp_path: Path) -> None:
+    """The new folder would be beside the parent folder, which is not the model's."""
+    source = write_bundle(tmp_path / "staging", "tiny", "1").rename(tmp_path / "staging" / "download")
+    problem = f"{source}: is not in a folder {'tiny'!r}, .*; `encserve bundle promote` copies the bundle"
+    assert_unchanged(tmp_path, problem, rename_bundle, source, name="small")
+
+
+def test_a_folder_of_versions_is_not_a_repository(tmp_path: Path) -> None:
+    source = write_bundle(tmp_path / "staging", "tiny", "1")
+    model = write_bundle(tmp_path / "models", "other", "1").parent
+    problem = f"{model}: holds versions of a model; the model repository is {model.parent}"
+    assert_unchanged(tmp_path, problem, copy_bundle, source, model)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_that_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    source = write_bundle(tmp_path, "tiny", "1")
+
+    def fill(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    target = tmp_path / "models" / "tiny" / "1"
+    (tmp_path / "models").mkdir()
+    assert_unchanged(tmp_path, f"^{target}: {os.strerror(number)}$", copy_bundle, source, tmp_path / "models")
+
+
 def test_a_bundle_is_not_a_repository(tmp_path: Path) -> None:
     source = write_bundle(tmp_path / "staging", "tiny", "1")
     other = write_bundle(tmp_path / "models", "other", "1")
     assert_unchanged(tmp_path, "other/1: is a bundle, not a model repository", copy_bundle, source, other)
-    problem = "other/1: is a bundle, not a model repository"
-    assert_unchanged(tmp_path, problem, copy_bundle, source, other.parent, name="1")
 
 
 def test_an_altered_bundle_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ from encserve_server.models.turns import FairThreadPool
 from encserve_server.protocols import wire
 from encserve_server.repository import loading
 from encserve_server.settings import MIB, Settings
-from encserve_server.system import cpus
 from encserve_server.telemetry import logs
 from encserve_server.transport.grpc import status
 from encserve_server.types.bundles import TextTemplate
@@ -493,16 +492,6 @@ def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_i
 def test_parts_of_any_size_are_joined_in_order(size: int) -> None:
     parts: list[wire.Buffer] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
     assert wire.join(parts) == b"".join(parts)
-
-
-@pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])
-def test_a_containers_cpu_quota_limits_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, wanted: int
-) -> None:
-    (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(cpus, "_CGROUP_MAX", tmp_path / "cpu.max")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
-    assert cpus.usable_cpus() == wanted
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from click.core import ParameterSource
 from render_manifests import render
+
+from encserve_server.__main__ import main
+from encserve_server.options import read_settings
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -38,12 +42,16 @@ def container_of(resource: Any) -> Any:
     return container
 
 
-def settings_of(container: Any) -> dict[str, str]:
-    """Return the server settings in the arguments of a container. The keys are field names of Settings."""
-    return {
-        flag.removeprefix("--").replace("-", "_"): value
-        for flag, value in (argument.split("=", 1) for argument in container["args"])
-    }
+def settings_of(container: Any) -> dict[str, Any]:
+    """Parse the arguments of a container as the server does. Return the settings that the arguments set, by field.
+
+    Raises:
+        ClickException: The server would refuse the arguments.
+    """
+    context = main.make_context("encserve-server", list(container["args"]))
+    read_settings(context, context.params)
+    given = context.get_parameter_source
+    return {name: value for name, value in context.params.items() if given(name) is ParameterSource.COMMANDLINE}
 
 
 def environment_of(service: Any) -> dict[str, str]:

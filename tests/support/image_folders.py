@@ -60,6 +60,7 @@ class Stage:
         mounts: Mapping[str, tuple[Path, bool]],
         environment: Mapping[str, str] = MappingProxyType({}),
         *,
+        tmpfs: Sequence[str] = (),
         has_network: bool = False,
         timeout: float = 300,
     ) -> "subprocess.CompletedProcess[str]":
@@ -69,10 +70,13 @@ class Stage:
             command: The words of the command.
             mounts: Path in the container → folder of this machine, and whether the mount is read-only.
             environment: Variables that are added to the image's.
+            tmpfs: Paths of empty folders in memory. Without a mount, /tmp is read-only.
             has_network: Whether the command sees the network of this machine, and not a separate one.
             timeout: The longest time in seconds.
         """
-        sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True), "--tmpfs", "/tmp"]  # noqa: S108 - the path is in the sandbox
+        sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True)]
+        for path in tmpfs:
+            sandbox += ["--tmpfs", path]
         for path, (folder, read_only) in mounts.items():
             sandbox += ["--ro-bind" if read_only else "--bind", folder, path]
         if not has_network:

@@ -26,7 +26,11 @@ def bundle() -> None:
 def rename(source: Path, name: str, version: str) -> None:
     """Give BUNDLE another name or version in its model repository.
 
-    A server that follows the repository loads the bundle under the new name, and stops serving the old name.
+    A server that follows the repository loads the bundle under the new name or version. If a model has no version left
+    under the old name, the server serves the old name until the server ends.
+
+    If BUNDLE was copied or renamed by hand, give the name and the version of its folder. The command then corrects only
+    the manifest.
     """
     if not name and not version:
         raise click.UsageError("give --name, --version or both")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -43,9 +44,10 @@ def read_bundle(directory: Path, key: tuple[str, str] | None = None) -> Bundle:
     manifest = read_manifest(directory / MANIFEST_NAME)
     name, version = key or (directory.parent.name, directory.name)
     if (manifest.name, manifest.version) != (name, version):
+        command = ["encserve", "bundle", "rename", str(directory), "--name", name, "--version", version]
         raise BundleError(
             f"{directory / MANIFEST_NAME}: it describes {manifest.name}/{manifest.version} but is in {name}/{version}; "
-            "`encserve bundle rename` gives a bundle another name or version"
+            f"`{shlex.join(command)}` corrects the manifest"
         )
     verified = {file.path: _verify_listed(directory, file) for file in manifest.files}
     _refuse_unlisted(directory, set(verified.values()))

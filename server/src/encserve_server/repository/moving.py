@@ -10,7 +10,7 @@ from pathlib import Path
 
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import MANIFEST_NAME, read_bundle, read_manifest
-from encserve_server.repository.scan import check_name, newest_version, tuned_file
+from encserve_server.repository.scan import check_name, check_repository, newest_version, source_file, tuned_file
 from encserve_server.system.files import TEMPORARY_PREFIX, flush, store_whole
 
 
@@ -36,9 +36,7 @@ def copy_bundle(source: Path, repository: Path, *, name: str = "", version: str 
     check_name("name", key[0])
     check_name("version", key[1])
     target = repository.joinpath(*key)
-    for folder in (repository, target.parent):
-        if (folder / MANIFEST_NAME).exists():
-            raise BundleError(f"{folder}: is a bundle, not a model repository")
+    check_repository(repository)
     if target.exists():
         raise BundleError(f"{target}: exists; choose another name or version, or remove this folder first")
     read_bundle(source, (manifest.name, manifest.version))
@@ -49,7 +47,7 @@ def copy_bundle(source: Path, repository: Path, *, name: str = "", version: str 
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
             raise BundleError(f"{target}: another program has just created this folder") from error
-        raise BundleError(f"{error.filename or target}: {error.strerror or error}") from error
+        raise _write_error(error, target) from error
     finally:
         with contextlib.suppress(OSError):  # the folder is empty only after a failure
             target.parent.rmdir()
@@ -58,6 +56,8 @@ def copy_bundle(source: Path, repository: Path, *, name: str = "", version: str 
 
 def rename_bundle(source: Path, *, name: str = "", version: str = "") -> Path:
     """Give a bundle another name or version in its model repository: copy the bundle, then remove the old folder.
+
+    A bundle that is in the folder of its new name and version already gets only a new manifest.
 
     Args:
         source: The folder <name>/<version>/ of a bundle. Or the folder <name>/; then the newest version is renamed.
@@ -68,16 +68,29 @@ def rename_bundle(source: Path, *, name: str = "", version: str = "") -> Path:
         The new folder of the bundle.
 
     Raises:
-        BundleError: As for `copy_bundle`; the bundle is then unchanged. Or the old folder cannot be removed.
+        BundleError: As for `copy_bundle`, or `source` is not in a folder <name>/; the bundle is then unchanged. Or the
+            old folder cannot be removed.
     """
     source = _bundle_of(source)
+    manifest = read_manifest(source / MANIFEST_NAME)
+    old = (manifest.name, manifest.version)
+    key = (name or manifest.name, version or manifest.version)
+    if key == (source.parent.name, source.name):
+        _correct_manifest(source, old, key)
+        return source
+    if source.parent.name != manifest.name:
+        raise BundleError(
+            f"{source}: is not in a folder {manifest.name!r}, the name in the manifest, so its model repository is not "
+            "known; `encserve bundle promote` copies the bundle into a model repository"
+        )
     target = copy_bundle(source, source.parent.parent, name=name, version=version)
     try:
         # After this rename, a server does not see a folder with half of the files.
         removed = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=source.parent))
         source.rename(removed / source.name)
         shutil.rmtree(removed)
-        tuned_file(source).unlink(missing_ok=True)
+        for written in (tuned_file(source), source_file(source)):
+            written.unlink(missing_ok=True)
     except OSError as error:
         raise BundleError(f"{source}: cannot be removed: {error.strerror}; {target} is complete") from error
     with contextlib.suppress(OSError):  # the folder has other versions
@@ -97,10 +110,41 @@ def _write(source: Path, paths: Iterable[str], draft: Path, key: tuple[str, str]
     for path in paths:
         (draft / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, draft / path)
-    fields = json.loads((source / MANIFEST_NAME).read_text(encoding="utf-8"))
-    fields["name"], fields["version"] = key
-    (draft / MANIFEST_NAME).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    _write_manifest(source / MANIFEST_NAME, draft / MANIFEST_NAME, key)
     for written in (draft, *draft.rglob("*")):
         written.chmod(0o755 if written.is_dir() else 0o644)  # a server may run as another user
         flush(written)
     read_bundle(draft, key)
+
+
+def _correct_manifest(directory: Path, old: tuple[str, str], key: tuple[str, str]) -> None:
+    """Replace the name and the version in the manifest of a good bundle that was copied or renamed by hand."""
+    if key == old:
+        raise BundleError(f"{directory}: has this name and version already")
+    check_name("name", key[0])
+    check_name("version", key[1])
+    read_bundle(directory, old)
+    manifest = directory / MANIFEST_NAME
+
+    def write(draft: Path) -> None:
+        _write_manifest(manifest, draft, key)
+        draft.chmod(0o644)
+
+    try:
+        # A draft that a killed process leaves in the bundle would make the bundle invalid.
+        store_whole(manifest, write, draft_folder=directory.parent)
+    except OSError as error:
+        raise _write_error(error, manifest) from error
+
+
+def _write_manifest(source: Path, target: Path, key: tuple[str, str]) -> None:
+    """Copy a manifest with another name and version."""
+    fields = json.loads(source.read_text(encoding="utf-8"))
+    fields["name"], fields["version"] = key
+    target.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_error(error: OSError, target: Path) -> BundleError:
+    """Name the file of an error. For a full disk, name the target, because `shutil.copyfile` names its source."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return BundleError(f"{target if is_full else error.filename or target}: {error.strerror or error}")

@@ -101,6 +101,23 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
     return slots
 
 
+def check_repository(repository: Path) -> None:
+    """Check that a folder is not a bundle, or the folder of one model. The folder may be missing.
+
+    Raises:
+        BundleError: The folder holds a bundle or versions of a model, or cannot be read.
+    """
+    if (repository / MANIFEST_NAME).exists():
+        raise BundleError(f"{repository}: is a bundle, not a model repository")
+    try:
+        versions = _versions(repository)
+    except OSError as error:
+        raise BundleError(f"{repository}: cannot be read: {error.strerror}") from error
+    if versions:
+        model_repository = repository.absolute().parent
+        raise BundleError(f"{repository}: holds versions of a model; the model repository is {model_repository}")
+
+
 def newest_version(model: Path) -> Path:
     """Return the folder of the newest version of a model, in the order in which versions are served.
 
@@ -131,6 +148,11 @@ def check_name(field: str, name: str) -> None:
 def tuned_file(directory: Path) -> Path:
     """Return the path of the measured batch budget of a bundle. `directory` is <name>/<version>/ in the repository."""
     return directory.parent / f".{directory.name}.tuned.json"
+
+
+def source_file(directory: Path) -> Path:
+    """Return the path of the source of a bundle that `encserve pull` made. `directory` is <name>/<version>/."""
+    return directory.parent / f".{directory.name}.source.json"
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:

@@ -6,23 +6,27 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUP_MAX = Path("/sys/fs/cgroup/cpu.max")
+from encserve_server.system import cgroups
+
 _CPUINFO = Path("/proc/cpuinfo")
 # This is added to the niceness of threads that compute. On a busy CPU, such a thread gets a third of another thread's
 # time.
 _COMPUTE_NICENESS = 5
 
 
-def usable_cpus() -> int:
-    """Return the number of CPUs in the affinity mask. If the container's quota is smaller, return the quota.
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Return the number of CPUs in the affinity mask, or the quota of a container or service if the quota is smaller.
+
+    `root` is the folder that holds proc and sys.
 
     With a quota, one thread for each CPU of the host would be too many: the system throttles threads, and every batch
     waits for a throttled thread.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _cgroup_quota()))
+    return max(1, min((allowed, *_quotas(root))))
 
 
 def lower_thread_priority() -> None:
@@ -58,10 +62,9 @@ def _cpuinfo(field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
-def _cgroup_quota() -> int:
-    """Return the cgroup v2 quota in whole CPUs, rounded up; a large number without a quota."""
-    try:
-        quota, period = _CGROUP_MAX.read_text().split()
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # no cgroup v2, or the quota is "max"
-        return 1_000_000
+def _quotas(root: Path) -> Iterator[int]:
+    """Yield the quotas of cgroup v2 in whole CPUs, rounded up."""
+    for text in cgroups.read_all("cpu.max", root):
+        with contextlib.suppress(ValueError):  # the quota is "max"
+            quota, period = text.split()
+            yield math.ceil(int(quota) / int(period))

@@ -60,7 +60,7 @@ def read_small(path: Path) -> bytes:
     return data
 
 
-def store_whole(target: Path, write: Callable[[Path], None]) -> None:
+def store_whole(target: Path, write: Callable[[Path], None], draft_folder: Path | None = None) -> None:
     """Create a file or a folder. Other processes see the complete content or nothing, even after a power cut.
 
     An existing file is replaced; an existing folder must be empty. A killed process may leave a folder with a
@@ -69,11 +69,13 @@ def store_whole(target: Path, write: Callable[[Path], None]) -> None:
     Args:
         target: The path of the file or folder. Its parent folder exists.
         write: Takes a path in a temporary folder on the same file system, and creates the file or folder at this path.
+        draft_folder: The folder that gets the temporary folder, on the same file system. Default: the parent folder of
+            `target`.
 
     Raises:
         OSError: The temporary folder cannot be written. Exceptions of `write` pass through.
     """
-    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=target.parent))
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=draft_folder or target.parent))
     try:
         draft = folder / target.name
         write(draft)

@@ -9,7 +9,8 @@ import gc
 import os
 from pathlib import Path
 
-_CGROUP_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # v2, v1
+from encserve_server.system import cgroups
+
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _ARENAS = 2
 # After this number of collections of the middle generation, Python makes a full collection. The default is 10.
@@ -28,12 +29,15 @@ def limit_arenas() -> None:
             ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, _ARENAS)
 
 
-def usable_bytes() -> int:
-    """Return the machine's memory in bytes, or the container's limit if the limit is smaller."""
+def usable_bytes(root: Path = Path("/")) -> int:
+    """Return the machine's memory in bytes, or the limit of a container or service if the limit is smaller.
+
+    `root` is the folder that holds proc and sys.
+    """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # no cgroup of this version, or the limit is "max"
-            limits.append(int(path.read_text()))
+    for text in (*cgroups.read_all("memory.max", root), *cgroups.read_all("memory.limit_in_bytes", root, "memory")):
+        with contextlib.suppress(ValueError):  # the limit is "max"
+            limits.append(int(text))
     return min(limits)
 
 

@@ -22,6 +22,7 @@ from encserve_cli.bundles.work import Work
 from encserve_cli.interrupts import Interrupts
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import source_file
 from encserve_server.system.cache import open_private
 from encserve_server.system.files import flush, store_whole
 
@@ -161,7 +162,7 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
     """
     repository.mkdir(parents=True, exist_ok=True)
     final = repository / name / version
-    source = final.with_name(f".{version}.source.json")
+    source = source_file(final)
     with _locked(repository / f"{name}-{version}", work):
         if final.exists():
             if not _is_of(final, source, facts):
