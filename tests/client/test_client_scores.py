@@ -81,6 +81,73 @@ async def test_vectors_are_ranked(caller: Caller, service: FakeEncoder) -> None:
     assert np.frombuffer(tensor.indices, "<u4").tolist() == [1, 5]
 
 
+def _kinds() -> dict[str, Any]:
+    """Return 9 documents of each kind of vectors. Document i has i + 1 rows or values, except for dense vectors."""
+    ranges = [np.arange(n, dtype=np.float32) for n in range(1, 10)]
+    return {
+        "dense": np.arange(9 * 2, dtype=np.float32).reshape(9, 2),
+        "late": [np.stack([it] * 2, axis=1).astype(np.float16) for it in ranges],
+        "sparse": [SparseVector(it.astype(np.uint32), it, 100) for it in ranges],
+    }
+
+
+def _sorted(arrays: list[Any]) -> list[Any]:
+    return sorted(arrays, key=lambda it: (len(it), it.tolist()))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "late", "sparse"])
+async def test_many_vectors_go_in_several_messages(
+    caller: Caller, service: FakeEncoder, kind: str, is_known: bool
+) -> None:
+    """The client splits by the known limit, and splits again if the server has a smaller limit."""
+    client, documents = caller.connect(), _kinds()[kind]
+    if not is_known:
+        await caller(client.model)
+    service.max_request_sequences = 2
+    sizes = [1] * 9 if kind == "dense" else range(1, 10)
+    want = sorted(((i, float(size)) for i, size in enumerate(sizes)), key=lambda it: (-it[1], it[0]))
+    assert await caller(client.rank, "q", documents) == want
+    sent = [it.document_vectors for it in service.score_requests if len(it.document_vectors.lengths) <= 2]
+    rows, indices = [], []
+    for tensor in sent:
+        data = np.frombuffer(tensor.data, "<f2" if kind == "late" else "<f4").reshape(-1, tensor.width)
+        ends = np.cumsum(tensor.lengths)
+        assert ends[-1] == len(data)
+        rows += np.split(data, ends[:-1])
+        indices += np.split(np.frombuffer(tensor.indices, "<u4"), ends[:-1])
+    assert len(rows) == 9
+    want_rows = [it.values[:, None] if kind == "sparse" else np.atleast_2d(it) for it in documents]
+    for found, expected in zip(_sorted(rows), _sorted(want_rows), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    if kind == "sparse":
+        for found, expected in zip(_sorted(indices), _sorted([it.indices for it in documents]), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert await caller(client.rank, "q", documents, top_k=3) == want[:3]
+
+
+@pytest.mark.parametrize("width", [8, 768])
+async def test_vectors_over_the_limits_of_a_request_are_split(caller: Caller, service: FakeEncoder, width: int) -> None:
+    service.max_request_sequences, service.max_message_bytes = 2048, 4 * 2**20
+    client = caller.connect()
+    vectors = np.ones((2500, width), np.float32)  # 7.3 MiB with 768 numbers in a row
+    assert await caller(client.rank, "q", vectors) == [(i, 1.0) for i in range(2500)]
+    assert len(service.score_requests) == 2
+    assert max(it.ByteSize() for it in service.score_requests) <= 4 * 2**20
+    assert sum(len(it.document_vectors.lengths) for it in service.score_requests) == 2500
+
+
+async def test_the_width_of_sparse_vectors_is_checked(caller: Caller, service: FakeEncoder) -> None:
+    service.model_info = pb.ModelInfo(sparse_width=100)
+    client = caller.connect()
+    vectors = [SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), width) for width in (100, 101)]
+    message = r"documents\[1\] must have the width 100 of model \w+; was 101"
+    with pytest.raises(InvalidInputError, match=message):
+        await caller(client.rank, "q", vectors)
+    assert service.score_requests == []
+    assert await caller(client.rank, "q", vectors[:1]) == [(0, 1.0)]
+
+
 async def test_an_error_has_the_index_of_the_callers_document(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect()
@@ -93,7 +160,13 @@ async def test_an_error_has_the_index_of_the_callers_document(caller: Caller, se
 
 WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("rank", (5, ["a"]), {}, "query must be a text; was int"),
-    ("rank", ("q", "a"), {}, "documents must be a list of texts; was str"),
+    ("rank", ("q", "a"), {}, "documents must be a list of texts, or a list of vectors; was str"),
+    (
+        "rank",
+        ("q", {0: np.ones(2)}.values()),
+        {},
+        "documents must be a list of texts, or a list of vectors; was dict_values of",
+    ),
     ("rank", ("q", ["a", 5]), {}, r"documents\[1\] must be a text; was int"),
     ("rank", ("q", ["a"]), {"top_k": 0}, "top_k must be >= 1; was 0"),
     ("rank", ("q", ["a"]), {"activation": "tanh"}, "activation must be one of 'none', 'sigmoid', 'softmax'"),

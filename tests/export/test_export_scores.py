@@ -63,6 +63,12 @@ def test_a_cross_encoder_is_recognised(bert: Path, tmp_path: Path) -> None:
         assert worst_error(embedder.embed(PAIRS[:5], output="scores", truncate=True), want) <= 1e-4
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_plain_regression_has_no_activation(tmp_path: Path, labels: int) -> None:
+    directory = write_scores(tmp_path / "model", labels=labels, problem_type="regression")
+    assert export(directory, tmp_path).manifest.scores.activation == manifest_pb2.ACTIVATION_NONE
+
+
 def test_the_encoder_alone_is_still_exported(bert: Path, tmp_path: Path) -> None:
     manifest = export(bert, tmp_path, ignore_head=True, pooling="mean").manifest
     assert not manifest.HasField("scores")

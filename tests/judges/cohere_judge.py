@@ -48,9 +48,11 @@ with cohere.ClientV2(**api) as client:
         except ApiError as error:
             facts[name] = error.status_code
     ranked = client.rerank(model=model, query=texts[0], documents=texts, top_n=2)
+    facts["v2_units"] = ranked.meta.billed_units.search_units
     facts["v2_ranks"] = [(it.index, it.relevance_score) for it in ranked.results]
 with cohere.Client(**api) as first:
     ranked = first.rerank(model=model, query=texts[0], documents=texts, return_documents=True)
+    facts["v1_units"] = ranked.meta.billed_units.search_units
     facts["v1_ranks"] = [(it.index, it.relevance_score) for it in ranked.results]
     facts["v1_documents"] = [it.document.text for it in ranked.results]
     many = first.embed(texts=texts * 50, **options)  # the SDK splits this into requests of 96 texts

@@ -217,6 +217,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
     assert facts["tokens"] > len(TEXTS)
     check_ranks(facts["v1_ranks"], unit_vectors)
     check_ranks(facts["v2_ranks"], unit_vectors, count=2)
+    assert facts["v1_units"] == facts["v2_units"] == 1
     assert facts["v1_documents"] == [TEXTS[at] for at, _ in facts["v1_ranks"]]
 
 

@@ -31,15 +31,16 @@ ROUTES = {
     "/v1/rerank": "documents",
     "/v2/rerank": "documents",
     "/score": "text_2",
+    "/v1/score": "text_2",
     "/classify": "input",
     "/predict": "inputs",
 }
 N_EXAMPLES = 200
 PROMPTS = {"query": "w7 "}
-OPENAI = ("/v1/embeddings", "/pooling", "/score", "/classify")
+OPENAI = ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/classify")
 COHERE = ("/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank")
-OF_TEXTS = (*COHERE, "/rerank", "/score", "/classify", "/predict")
-FIRST = {"/rerank": "query", "/v1/rerank": "query", "/v2/rerank": "query", "/score": "text_1"}
+OF_TEXTS = (*COHERE, "/rerank", "/score", "/v1/score", "/classify", "/predict")
+FIRST = {"/rerank": "query", "/v1/rerank": "query", "/v2/rerank": "query", "/score": "text_1", "/v1/score": "text_1"}
 
 words = st.text(max_size=8) | st.sampled_from(["w5", "w5 w6 w7 w8", "w5 " * 80, "\x00", "🌍", "w2"])
 numbers = st.integers(0, 49) | st.sampled_from([-1, 50, 2**31, 2**63, 2**64 - 1, 2**70, 0.5, 1e300])

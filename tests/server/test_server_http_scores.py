@@ -105,7 +105,11 @@ async def test_documents_are_ranked_as_cohere_and_jina_do(serve: Serve) -> None:
     for path, version in (("/v1/rerank", "1"), ("/v2/rerank", "2")):
         reply = await ask(server, path, ASKED)
         check_ranks(reply["results"], sigmoid(LOGITS))
-        assert reply["meta"] == {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
+        assert reply["meta"] == {
+            "api_version": {"version": version},
+            "billed_units": {"search_units": 1},
+            "tokens": tokens,
+        }
         assert len(reply["id"]) == 36
         has_documents = ["document" in it for it in reply["results"]]
         assert has_documents == [path == "/v1/rerank"] * 4
@@ -210,19 +214,20 @@ async def test_a_multi_vector_model_ranks_by_maxsim(serve: Serve) -> None:
 # Scores and labels
 
 
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
 @pytest.mark.parametrize(("first", "second"), [("text_1", "text_2"), ("queries", "documents")])
-async def test_pairs_are_scored_in_their_order(serve: Serve, first: str, second: str) -> None:
+async def test_pairs_are_scored_in_their_order(serve: Serve, first: str, second: str, path: str) -> None:
     server = await serve(FILES, HTTP, scores=scores())
-    reply = await ask(server, "/score", {first: text(*QUERY), second: DOCUMENTS})
+    reply = await ask(server, path, {first: text(*QUERY), second: DOCUMENTS})
     assert [(it["index"], it["object"]) for it in reply["data"]] == [(i, "score") for i in range(4)]
     np.testing.assert_allclose([it["score"] for it in reply["data"]], sigmoid(LOGITS), rtol=1e-5)
     assert (reply["object"], reply["model"], reply["id"][:6]) == ("list", "tiny", "score-")
     assert reply["usage"] == {"prompt_tokens": TOKENS, "total_tokens": TOKENS}
     firsts = [text(*QUERY), text(30), text(*QUERY), ""]
-    reply = await ask(server, "/score", {first: firsts, second: DOCUMENTS, "use_activation": False})
+    reply = await ask(server, path, {first: firsts, second: DOCUMENTS, "use_activation": False})
     want = logits_of([pair_ids(*it) for it in zip(([5, 6], [30], [5, 6], []), IDS, strict=True)])
     np.testing.assert_allclose([it["score"] for it in reply["data"]], want[:, 0], rtol=1e-5)
-    reply = await ask(server, "/score", {first: [text(*QUERY)], second: DOCUMENTS[0]})
+    reply = await ask(server, path, {first: [text(*QUERY)], second: DOCUMENTS[0]})
     np.testing.assert_allclose(reply["data"][0]["score"], sigmoid(LOGITS[0]), rtol=1e-5)
 
 

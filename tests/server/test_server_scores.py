@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_heads
 from fake_server import Failed, FakeServer, refusal
+from open_inference import infer, text_tensor
 from tiny_bundle import D_MODEL, LONGEST, expected_rows
 from tiny_heads import (
     BEGIN,
@@ -144,6 +145,16 @@ async def test_documents_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: S
     assert list(response.truncated) == [0]
 
 
+@pytest.mark.parametrize("most", [LONGEST, LONGEST + 1])
+async def test_long_documents_of_a_dense_model_are_refused_without_truncation(serve: Serve, most: int) -> None:
+    server = await serve({}, similarity="dot")
+    long = asked([[7], [7] * LONGEST], max_document_tokens=most)
+    failed = await refused(server, **long, truncation=pb.TRUNCATION_REFUSE)
+    assert failed.reason == "SEQUENCE_TOO_LONG"
+    assert failed.text.startswith(f"documents[1]: must be at most {LONGEST} tokens")
+    assert list((await score(server, **long)).truncated) == [1]
+
+
 async def test_only_the_second_text_is_cut(serve: Serve) -> None:
     server = await serve(FILES, scores=scores(pair_truncation=manifest_pb2.PAIR_TRUNCATION_ONLY_SECOND))
     query, long = [5] * 40, [7] * LONGEST
@@ -177,6 +188,10 @@ async def test_a_long_query_that_is_joined_to_many_documents_is_refused(serve: S
     failed = await refused(server, query="w5 " * 10_000, documents=["w7"] * 100)
     assert failed.reason == "REQUEST_TOO_LARGE"
     assert failed.text.startswith("documents: must have at most 1048576 characters with the query before each of them")
+    inputs = {"query": text_tensor("w5 " * 10_000), "text": text_tensor(*["w7"] * 100)}
+    failed = await refusal(infer(server, outputs=["scores"], **inputs))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_TOO_LARGE")
+    assert "must have at most 1048576 characters with the query before each of them" in failed.text
 
 
 async def test_padding_ids_do_not_count_as_the_last_token(serve: Serve) -> None:

@@ -287,7 +287,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         """Return the number of characters of each document or text as its score, and twice that for further labels."""
         self.score_requests.append(request)
         texts = [*request.documents, *(pair.document for pair in request.pairs), *request.texts]
-        if len(texts) > self.max_request_sequences:
+        if len(texts or request.document_vectors.lengths) > self.max_request_sequences:
             context.set_trailing_metadata((("encserve-error-reason", "TOO_MANY_INPUTS"),))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "documents: too many")
         for index, text in enumerate(texts):

@@ -208,6 +208,7 @@ MODELS = {
         model_type="distilbert", labels=7, dim=D_MODEL, n_layers=2, n_heads=2, hidden_dim=48,
         problem_type="multi_label_classification",
     ),
+    "regression": _model(model_type="bert", problem_type="regression"),
     "albert-labels": _model(model_type="albert", labels=2, embedding_size=16),
     "qwen3": _model(model_type="qwen3", layout="6", **_DECODER),
     "qwen3-yes-no": _model(

@@ -254,12 +254,12 @@ def _labels(directory: Path, config: Any, count: int) -> tuple[str, ...]:
 
 def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activation:
     """Return the activation of sentence-transformers, or of transformers' pipeline for a plain classifier."""
-    if not is_cross_encoder(directory) and loaded.num_labels > 1:
-        plain = {
-            "regression": manifest_pb2.ACTIVATION_NONE,
-            "multi_label_classification": manifest_pb2.ACTIVATION_SIGMOID,
-        }
-        return plain.get(str(config.problem_type), manifest_pb2.ACTIVATION_SOFTMAX)
+    if not is_cross_encoder(directory):
+        if config.problem_type == "regression":
+            return manifest_pb2.ACTIVATION_NONE
+        if loaded.num_labels > 1:
+            is_multi_label = config.problem_type == "multi_label_classification"
+            return manifest_pb2.ACTIVATION_SIGMOID if is_multi_label else manifest_pb2.ACTIVATION_SOFTMAX
     name = type(loaded.activation_fn).__name__
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(

@@ -436,6 +436,7 @@ class Call:
             self._access.check_rate()
         if more_bytes:
             self.hold(more_bytes)
+        request = model.join_pairs(request)
         end = first_piece(request.inputs)
         reply = await model.prepare(request, span, sender, end=end)
         estimated = reply.estimated_bytes

@@ -23,11 +23,10 @@ async def score(
 
     Raises:
         InvalidField: The model cannot compute the scores of this call.
-        RequestTooLarge: The model's template joins the query to each document, and all pairs are too large.
         EncserveError: See `Call.encode`.
     """
     model.check_counts(request.count)
-    plan = plan_score(model.bundle, request, model.limits.max_request_bytes)
+    plan = plan_score(model.bundle, request)
     if more_bytes:
         call.hold(more_bytes)
     # The outputs stay on the server, so only their own bytes are held.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, RequestField, RequestTooLarge
+from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, RequestField
 from encserve_server.models.pairs import SentPair
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.similarity import (
@@ -209,29 +209,13 @@ class ScorePlan:
         return sparse_scores(query, documents, bundle.sparse.width, bundle.similarity or "dot")
 
 
-def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScorePlan:
+def plan_score(bundle: Bundle, call: ScoreCall) -> ScorePlan:
     """Check a score call against its model, and return the encode calls that it needs.
-
-    Args:
-        bundle: The model.
-        call: The call.
-        max_joined_chars: The maximum number of characters of all pairs, if the model's template joins the query to
-            each document.
 
     Raises:
         InvalidField: The model cannot compute the scores of this call.
-        RequestTooLarge: The pairs that the template joins have too many characters.
     """
     method = score_method(bundle)
-    if bundle.template is not None and bundle.template.between is not None:
-        call = replace(call, pairs=[pair._replace(is_joined=True) for pair in call.pairs])
-        joined = sum(pair.size for pair in call.pairs)
-        if joined > max_joined_chars:
-            raise RequestTooLarge(
-                FieldPath(RequestField.INPUTS),
-                f"must have at most {max_joined_chars} characters with the query before each of them, because the "
-                f"template of {bundle.name} joins both; was {joined}. Send fewer documents, or a shorter query",
-            )
     _check(bundle, call, method)
     outputs = (OutputSpec(_OUTPUTS[method]),)
     if method is ScoreMethod.LABELS:
@@ -267,9 +251,9 @@ def plan_score(bundle: Bundle, call: ScoreCall, max_joined_chars: int) -> ScoreP
     documents = None
     if call.vectors is None:
         documents = encode_texts([pair.document for pair in call.pairs], Task.DOCUMENT)
-        if call.max_document_tokens:
-            most = min(call.max_tokens or call.max_document_tokens, call.max_document_tokens)
-            documents = replace(documents, max_tokens=most, truncate=True)
+        limit = bundle.treatment(documents.task).max_tokens
+        if 0 < call.max_document_tokens < min(call.max_tokens or limit, limit):
+            documents = replace(documents, max_tokens=call.max_document_tokens, truncate=True)
     return ScorePlan(
         bundle, call, method, documents, encode_texts(list(places), Task.QUERY), np.array(query_of, np.int64)
     )

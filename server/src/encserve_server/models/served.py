@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
@@ -15,6 +15,7 @@ from encserve_server.errors import (
     InvalidField,
     RequestError,
     RequestField,
+    RequestTooLarge,
     SequenceTooLong,
     TooManyInputs,
 )
@@ -28,6 +29,7 @@ from encserve_server.models.inputs import (
     pieces,
 )
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted, inspection_cost
+from encserve_server.models.pairs import SentPair
 from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
@@ -268,6 +270,27 @@ class ServedModel:
             self._reply_size.check_spans(spans)
         if not self._has_tables:  # a table answers even if the engine fails
             self._scheduler.check_open()
+
+    def join_pairs(self, call: EncodeCall) -> EncodeCall:
+        """Mark the pairs of a call as joined, if the model's template joins both texts of a pair.
+
+        A few documents with one long query then become much text, so all pairs together have a limit.
+
+        Raises:
+            RequestTooLarge: The joined pairs have more than `max_request_bytes` characters.
+        """
+        template, most = self.bundle.template, self.limits.max_request_bytes
+        if template is None or template.between is None:
+            return call
+        inputs = [it._replace(is_joined=True) if isinstance(it, SentPair) else it for it in call.inputs]
+        joined = sum(it.size for it in inputs if isinstance(it, SentPair))
+        if joined > most:
+            raise RequestTooLarge(
+                FieldPath(RequestField.INPUTS),
+                f"must have at most {most} characters with the query before each of them, because the template of "
+                f"{self.bundle.name} joins both; was {joined}. Send fewer documents, or a shorter query",
+            )
+        return replace(call, inputs=inputs)
 
     async def prepare(
         self,

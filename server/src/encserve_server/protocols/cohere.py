@@ -211,7 +211,7 @@ class CohereRoutes:
         def answer(_: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
             yield b'{"id":"%s","results":' % str(uuid.uuid4()).encode()
             yield from results
-            yield b"," + orjson.dumps({"meta": meta_of("2", scored.token_count)})[1:]
+            yield b"," + orjson.dumps({"meta": rerank_meta("2", scored)})[1:]
 
         return await scores.rank(
             call,
@@ -245,7 +245,8 @@ class CohereRoutes:
             yield b',"texts":['
             for i, text in enumerate(texts):
                 yield b"," + orjson.dumps(text) if i else orjson.dumps(text)
-            meta = meta_of(version, sum(len(it.input) for it in reply.sequences))
+            tokens = {"input_tokens": sum(len(it.input) for it in reply.sequences)}
+            meta = {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
             response_type = "embeddings_by_type" if by_type else "embeddings_floats"
             yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
 
@@ -265,10 +266,10 @@ class CohereRoutes:
         )
 
 
-def meta_of(version: str, input_tokens: int) -> dict[str, Any]:
-    """Return the field `meta` of a reply."""
-    tokens = {"input_tokens": input_tokens}
-    return {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
+def rerank_meta(version: str, scored: Scored) -> dict[str, Any]:
+    """Return the field `meta` of a ranking. Cohere bills a ranking as one search."""
+    tokens = {"input_tokens": scored.token_count}
+    return {"api_version": {"version": version}, "billed_units": {"search_units": 1}, "tokens": tokens}
 
 
 def _texts_of(fields: CohereBody) -> Sequence[str]:

@@ -148,7 +148,7 @@ class JinaRoutes:
 
         def answer(model: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
             yield from _answer(fields.model or model.bundle.name, scored, results)
-            yield b"," + orjson.dumps({"meta": cohere.meta_of("1", scored.token_count)})[1:]
+            yield b"," + orjson.dumps({"meta": cohere.rerank_meta("1", scored)})[1:]
 
         return await self._rank(request, fields, call, answer, scores.logits_or_share)
 

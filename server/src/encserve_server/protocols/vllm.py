@@ -1,4 +1,4 @@
-"""vLLM's routes /pooling, /score and /classify. Its route /rerank is among Jina's routes.
+"""vLLM's routes /pooling, /score, /v1/score and /classify. Its route /rerank is among Jina's routes.
 
 https://docs.vllm.ai/en/stable/models/pooling_models/
 """
@@ -202,6 +202,7 @@ class VllmRoutes:
         return [
             Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody, reply=Pooled, example=pooled),
             Route("POST", "/score", self.score, DIALECT, body=ScoreBody, reply=Scores, example=compared),
+            Route("POST", "/v1/score", self.score, DIALECT, body=ScoreBody, reply=Scores, example=compared),
             Route("POST", "/classify", self.classify, DIALECT, body=ClassifyBody, reply=Classifications, example=texts),
         ]
 

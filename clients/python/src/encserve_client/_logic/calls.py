@@ -4,6 +4,7 @@ import random as random_module
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,8 +38,10 @@ from encserve_client._logic.scores import (
     as_vectors,
     check_documents,
     check_pairs,
+    check_widths,
     decode_scores,
     plan_scores,
+    plan_vectors,
     score_limits,
 )
 from encserve_client._logic.streams import Result, Stream, StreamMessages, StreamOptions
@@ -390,12 +393,15 @@ class Core:
         check_type("query", query, str, "a text")
         request = options.to_proto()
         vectors = as_vectors(documents)
-        items = check_documents(documents, "documents") if vectors is None else []
+        allowed = "a list of texts, or a list of vectors"
+        items = check_documents(documents, "documents", allowed) if vectors is None else []
         count = len(items) if vectors is None else len(vectors.lengths)
         if not count:
             return []
         request.MergeFrom(pb.ScoreRequest(query=query, document_vectors=vectors, top_k=options.top_k or count))
-        answers = await self._score(wire, request, "documents", items, key, timeout_seconds, progress)
+        answers = await self._score(
+            wire, request, "documents", items, key, timeout_seconds, progress, partial(check_widths, documents)
+        )
         found = [
             (indices[position], float(score))
             for indices, answer in answers
@@ -454,10 +460,11 @@ class Core:
         key: ModelKey,
         timeout_seconds: float | None,
         progress: Progress | None,
+        check: Callable[[ModelInfo], None] = lambda _: None,
     ) -> list[tuple[Sequence[int], ScoreAnswer]]:
         """Split documents, pairs or texts into messages, and send the messages.
 
-        Document vectors are in `template`, in one message.
+        Document vectors are in `template`. `check` checks the inputs against the model.
 
         Returns:
             (indices of the inputs, answer) of each message, in the order of the inputs.
@@ -476,12 +483,10 @@ class Core:
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
+            check(info)
             limits = score_limits(self._limits(info, Options()))
             for _ in range(_MAX_ROUNDS):
-                if items:
-                    messages = plan_scores(template, field, items, limits)
-                else:
-                    messages = iter([Message(template, range(n_inputs))])
+                messages = plan_scores(template, field, items, limits) if items else plan_vectors(template, limits)
                 if self.settings.priority is None:
                     messages = as_bulk(messages, template)
                 dispatch: Dispatch[ScoreAnswer] = self._dispatch(PlannedMessages(messages), time_limit)

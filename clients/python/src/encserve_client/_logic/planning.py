@@ -9,7 +9,7 @@ of this client is checked only by gRPC, after the computation. So the expected s
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from encserve_client.exceptions import EncserveError, InvalidInputError
@@ -75,8 +75,6 @@ class Message:
 
     def halves(self) -> "list[Message]":
         """Split the inputs into two messages. Return [] for at most one input."""
-        if isinstance(self.request, pb.ScoreRequest) and self.request.HasField("document_vectors"):
-            return []
         positions = range(len(self.indices))
         middle = len(positions) // 2
         return [self._only(positions[:middle]), self._only(positions[middle:])] if middle else []
@@ -88,11 +86,34 @@ class Message:
 
     def _only(self, positions: Sequence[int]) -> "Message":
         inputs = getattr(self.request, _inputs_field(self.request))
-        chosen = request_like(self.request, [inputs[position] for position in positions])
+        if isinstance(inputs, pb.RaggedTensor):
+            chosen = request_like(self.request, tensor_at(inputs, positions))
+        else:
+            chosen = request_like(self.request, [inputs[position] for position in positions])
         return Message(chosen, [self.indices[position] for position in positions])
 
 
-def request_like(template: Request, inputs: Sequence[Any], field: str = "") -> Request:
+def tensor_at(tensor: pb.RaggedTensor, positions: Sequence[int]) -> pb.RaggedTensor:
+    """Return a copy of a tensor of float rows with the sequences at these positions only."""
+    row_bytes = tensor.width * numpy_dtype(tensor.data_type).itemsize
+    ends = list(accumulate(tensor.lengths, initial=0))  # the first row of each sequence, and the number of rows
+    rows = [(ends[position], ends[position + 1]) for position in positions]
+    return pb.RaggedTensor(
+        kind=tensor.kind,
+        data_type=tensor.data_type,
+        width=tensor.width,
+        lengths=[end - begin for begin, end in rows],
+        data=b"".join(_slices(tensor.data, rows, row_bytes)),
+        indices=b"".join(_slices(tensor.indices, rows, _INDEX_BYTES)),
+    )
+
+
+def _slices(data: bytes, rows: Sequence[tuple[int, int]], row_bytes: int) -> Iterator[memoryview]:
+    view = memoryview(data)
+    return (view[begin * row_bytes : end * row_bytes] for begin, end in rows)
+
+
+def request_like(template: Request, inputs: Sequence[Any] | pb.RaggedTensor, field: str = "") -> Request:
     """Return a copy of a request with other inputs. The old inputs are not copied.
 
     `field` is the field of the inputs. Default: the field of the inputs of `template`.
@@ -105,6 +126,8 @@ def request_like(template: Request, inputs: Sequence[Any], field: str = "") -> R
 def _inputs_field(request: Request) -> str:
     """Return the name of the repeated field with the inputs."""
     if isinstance(request, pb.ScoreRequest):
+        if request.HasField("document_vectors"):
+            return "document_vectors"
         return next(name for name in ("documents", "pairs", "texts") if getattr(request, name))
     return "texts" if isinstance(request, pb.TokenizeRequest) else "inputs"
 

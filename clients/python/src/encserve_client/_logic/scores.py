@@ -12,11 +12,12 @@ from encserve_client._logic.planning import (
     Limits,
     Message,
     request_like,
+    tensor_at,
     tokens_of_bytes,
 )
 from encserve_client.exceptions import InvalidInputError, ProtocolError
-from encserve_client.options import Activation, Array, check_choice
-from encserve_client.results import SparseVector
+from encserve_client.options import Activation, Array, check_choice, numpy_dtype
+from encserve_client.results import ModelInfo, SparseVector
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Field = Literal["documents", "document_vectors", "pairs", "texts"]
@@ -25,6 +26,7 @@ Field = Literal["documents", "document_vectors", "pairs", "texts"]
 # than other messages.
 _MAX_TOKENS = 16 * MAX_MESSAGE_TOKENS
 _OVERHEAD_BYTES = 8
+_INDEX_BYTES = 4
 _ACTIVATIONS: dict[Activation | None, pb.Activation] = {
     None: pb.ACTIVATION_UNSPECIFIED,
     "none": pb.ACTIVATION_NONE,
@@ -100,15 +102,23 @@ def check_pairs(pairs: object) -> list[pb.TextPair]:
     return made
 
 
-def check_documents(documents: object, name: str) -> list[str]:
+def check_documents(documents: object, name: str, allowed: str = "a list of texts") -> list[str]:
     """Return texts.
+
+    Args:
+        documents: The texts.
+        name: The name of the argument.
+        allowed: A description of valid values, for errors.
 
     Raises:
         InvalidInputError: `documents` is not an iterable of texts.
     """
     if isinstance(documents, str) or not isinstance(documents, Iterable):
-        raise InvalidInputError(f"must be a list of texts; was {type(documents).__name__}", field=name)
+        raise InvalidInputError(f"must be {allowed}; was {type(documents).__name__}", field=name)
     texts = list(documents)
+    if texts and isinstance(texts[0], np.ndarray | SparseVector):
+        problem = f"must be {allowed}; was {type(documents).__name__} of {type(texts[0]).__name__}"
+        raise InvalidInputError(problem, field=name)
     for index, text in enumerate(texts):
         check_type(f"{name}[{index}]", text, str, "a text")
         _utf8(text, f"{name}[{index}]")
@@ -205,6 +215,45 @@ def plan_scores(
         tokens += item_tokens
         request_bytes += item_bytes
     yield Message(request_like(template, items[begin:], field), range(begin, len(items)))
+
+
+def plan_vectors(template: pb.ScoreRequest, limits: Limits) -> Iterator[Message]:
+    """Yield messages with all document vectors of a request in order. Each message is as large as the limits allow.
+
+    Args:
+        template: A request with `document_vectors`.
+        limits: The limits of one message.
+    """
+    tensor = template.document_vectors
+    row_bytes = tensor.width * numpy_dtype(tensor.data_type).itemsize + (_INDEX_BYTES if tensor.indices else 0)
+    _, query_bytes = _cost(template.query, limits)
+    begin, request_bytes, count = 0, query_bytes, len(tensor.lengths)
+    for index, length in enumerate(tensor.lengths):
+        document_bytes = length * row_bytes + _OVERHEAD_BYTES
+        if index > begin and (
+            request_bytes + document_bytes > limits.max_request_bytes or index - begin >= limits.max_sequences
+        ):
+            positions = range(begin, index)
+            yield Message(request_like(template, tensor_at(tensor, positions), "document_vectors"), positions)
+            begin, request_bytes = index, query_bytes
+        request_bytes += document_bytes
+    positions = range(begin, count)
+    chosen = tensor_at(tensor, positions) if begin else tensor
+    yield Message(request_like(template, chosen, "document_vectors"), positions)
+
+
+def check_widths(documents: Any, info: ModelInfo) -> None:
+    """Check that sparse vectors have the width of the model. Other documents pass.
+
+    Raises:
+        InvalidInputError: A sparse vector has another width than the vectors of the model.
+    """
+    if not info.sparse_width or not isinstance(documents, Sequence):
+        return
+    for index, it in enumerate(documents):
+        if isinstance(it, SparseVector) and it.width != info.sparse_width:
+            problem = f"must have the width {info.sparse_width} of model {info.name}; was {it.width}"
+            raise InvalidInputError(problem, field=f"documents[{index}]")
 
 
 def _cost(item: str | pb.TextPair, limits: Limits) -> tuple[int, int]:
