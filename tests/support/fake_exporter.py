@@ -41,7 +41,8 @@ class FakeExporter:
         (package / "__init__.py").touch()
         (package / "cli.py").write_text(_MAIN.format(log=str(self._log), ready=str(self.ready)))
         self._log.touch()
-        self.python_path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        others = os.environ.get("PYTHONPATH")  # an empty entry would be the current folder
+        self.python_path = os.pathsep.join([str(folder), others] if others else [str(folder)])
 
     def runs(self) -> list[str]:
         """Return the exports so far, each as "SOURCE NAME OPTION…"."""

@@ -41,6 +41,7 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
       DIRECTORY                         a checkpoint
       DIR/NAME, DIR/NAME/VERSION        a bundle
       s3://…/NAME/VERSION               the URI of a bundle
+
     NAME=MODEL names the model. The first MODEL is the default model. With MODEL, ENCSERVE_MODEL_REPOSITORY and
     ENCSERVE_MODEL have no effect.
 
