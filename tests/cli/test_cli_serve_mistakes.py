@@ -67,7 +67,11 @@ MISTAKES = {
         "{folder}/decoder: is a decoder, and its files do not name the pooling. Give --pooling with the pooling that "
         "the model was trained with; for most decoders this is last_token",
     ),
-    "a cross-encoder": Mistake("{folder}/cross-encoder", "give --ignore-head"),
+    "a cross-encoder without its head": Mistake(
+        "{folder}/cross-encoder",
+        "weights of the head are missing: classifier.weight, classifier.bias. Download or save the model again, or give "
+        "--ignore-head for the encoder alone",
+    ),
     "no space": Mistake("{folder}/small", "Free some space, or choose a folder on another disk", has_full_disk=True),
     "a port in use": Mistake(
         "{folder}/small",
@@ -110,7 +114,7 @@ def limit_files() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small encoder, a cross-encoder and a decoder."""
+    """A folder with a small encoder, a cross-encoder without its head, and a decoder."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, architecture in (
         ("small", "BertModel"),
