@@ -69,8 +69,8 @@ MISTAKES = {
     ),
     "a cross-encoder without its head": Mistake(
         "{folder}/cross-encoder",
-        "weights of the head are missing: classifier.weight, classifier.bias. Download or save the model again, or give "
-        "--ignore-head for the encoder alone",
+        "weights of the head are missing: classifier.weight, classifier.bias. Download or save the model again, or "
+        "give --ignore-head for the encoder alone",
     ),
     "no space": Mistake("{folder}/small", "Free some space, or choose a folder on another disk", has_full_disk=True),
     "a port in use": Mistake(
