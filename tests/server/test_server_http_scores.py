@@ -8,7 +8,19 @@ import tiny_heads
 from fake_server import FakeServer
 from http_calls import get, post
 from tiny_bundle import LONGEST, expected_rows
-from tiny_heads import BEGIN, END, Serve, expected_logits, expected_vectors, multi_vector, scores, scores_file, text
+from tiny_heads import (
+    BEGIN,
+    END,
+    Serve,
+    expected_vectors,
+    logits_of,
+    multi_vector,
+    pair_ids,
+    scores,
+    scores_file,
+    sigmoid,
+    text,
+)
 
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -21,19 +33,6 @@ ASKED = {"query": text(*QUERY), "documents": DOCUMENTS}
 LABELS = ["bad", "fair", "good"]
 LONG = text(*[7] * LONGEST)
 RANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
-
-
-def pair_ids(query: list[int], document: list[int]) -> list[int]:
-    return [BEGIN, *query, END, *document, END]
-
-
-def logits_of(sequences: list[list[int]], labels: int = 1) -> Any:
-    """Return the expected logits, (sequences, labels)."""
-    return np.array([expected_logits(expected_rows(ids), labels) for ids in sequences])
-
-
-def sigmoid(logits: Any) -> Any:
-    return 1 / (1 + np.exp(-logits))
 
 
 def softmax(logits: Any) -> Any:

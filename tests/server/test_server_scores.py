@@ -17,9 +17,12 @@ from tiny_heads import (
     expected_logits,
     expected_vectors,
     expected_weights,
+    logits_of,
     multi_vector,
+    pair_ids,
     scores,
     scores_file,
+    sigmoid,
     sparse,
     text,
 )
@@ -29,19 +32,6 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 FILES = {"scores.onnx": scores_file()}
 QUERY, DOCUMENTS = [5, 6], [[7, 8, 9], [], [10], [7, 8, 9]]
-
-
-def pair_ids(query: list[int], document: list[int]) -> list[int]:
-    return [BEGIN, *query, END, *document, END]
-
-
-def logits_of(sequences: list[list[int]], labels: int = 1) -> Any:
-    """Return the expected logits, (sequences, labels)."""
-    return np.array([expected_logits(expected_rows(ids), labels) for ids in sequences])
-
-
-def sigmoid(logits: Any) -> Any:
-    return 1 / (1 + np.exp(-logits))
 
 
 async def score(server: FakeServer, **fields: Any) -> pb.ScoreResponse:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx
 from fake_server import FakeServer
 from onnx import TensorProto, helper, numpy_helper
-from tiny_bundle import D_MODEL, VOCAB_SIZE
+from tiny_bundle import D_MODEL, VOCAB_SIZE, expected_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -205,6 +205,21 @@ def scores_file(labels: int = 1, table: Array | None = None) -> bytes:
 def expected_logits(rows: Array, labels: int = 1) -> Array:
     """Compute the expected output of `scores_file` for the hidden states of one sequence, with the pooling CLS."""
     return np.asarray(rows[0] @ weights(labels, 4))
+
+
+def pair_ids(query: list[int], document: list[int]) -> list[int]:
+    """Return the ids of a pair."""
+    return [BEGIN, *query, END, *document, END]
+
+
+def logits_of(sequences: list[list[int]], labels: int = 1) -> Any:
+    """Return the expected logits, (sequences, labels)."""
+    return np.array([expected_logits(expected_rows(ids), labels) for ids in sequences])
+
+
+def sigmoid(logits: Any) -> Any:
+    """Return the logistic function of logits."""
+    return 1 / (1 + np.exp(-logits))
 
 
 def scores(**changes: Any) -> manifest_pb2.Scores:

@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from encserve import hub
-from encserve.extras import install_line
+from encserve.extras import needs
 from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, read_model, split_name
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import prepare
@@ -106,8 +105,9 @@ def _check_engine(settings: Settings) -> None:
     Raises:
         ClickException: A package is missing. The text names the extra.
     """
-    if settings.engine == "onnxruntime" and find_spec("onnxruntime") is None:
-        raise click.ClickException(f"encserve serve needs onnxruntime: {install_line('cpu')}")
+    if settings.engine == "onnxruntime":
+        with needs("encserve serve", "cpu", click.ClickException):
+            import onnxruntime  # noqa: F401
     try:
         check_installed(settings.engine)
     except EngineMissing as error:

@@ -177,7 +177,9 @@ def _compare(
     with open_bundle(folder, manifest) as embedder:
         for answer in answers.answers:
             if answer.output == "ids":
-                _check_ids(embedder, answer, answers.library, manifest.encoder.vocab_size)
+                found = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
+                described = [f"the text {shortened(text)} with {answer.way.label}" for text in answer.texts]
+                check_ids(described, found, answer.outputs, answers.library, manifest.encoder.vocab_size)
                 continue
             vectors = _embed(embedder, answer)
             differences += _check_vectors(vectors, answer, answers, manifest)
@@ -230,20 +232,25 @@ def open_bundle(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embed
             yield embedder
 
 
-def _check_ids(embedder: Embedder, answer: _Answer, library: str, vocab_size: int) -> None:
+def check_ids(
+    described: Sequence[str], found: Sequence[Any], wanted: Sequence[Any], library: str, vocab_size: int
+) -> None:
     """Raise a ParityError if the bundle's ids differ from the library's.
 
-    If the library's list of ids is empty or has an id outside the vocabulary, the server must refuse the text.
+    If the library's list of ids is empty or has an id outside the vocabulary, the server must refuse the input.
+
+    Args:
+        described: The inputs, for the error.
+        found: For each input the bundle's array of ids, or the text of the server's error.
+        wanted: For each input the library's list of ids.
+        library: The name of the library.
+        vocab_size: The number of ids in the vocabulary.
     """
-    tokenized = embedder.tokenize(answer.texts, truncate=True, **answer.way.options)
-    for text, got, want in zip(answer.texts, tokenized, answer.outputs, strict=True):
+    for sent, got, want in zip(described, found, wanted, strict=True):
         if (not in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
             continue
         ids = f"(refused: {got})" if isinstance(got, str) else shortened(got)
-        raise ParityError(
-            f"for the text {shortened(text)} with {answer.way.label} the bundle gives the ids {ids}, but {library} "
-            f"gives {shortened(want)}; {ADVICE}"
-        )
+        raise ParityError(f"for {sent} the bundle gives the ids {ids}, but {library} gives {shortened(want)}; {ADVICE}")
 
 
 def in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:

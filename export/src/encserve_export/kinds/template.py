@@ -37,12 +37,7 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
     """
     _check_source(transformer)
     before, after = _around(_render(transformer, _TEXT), _TEXT)
-    before_prompt = after_prompt = ""
-    if has_prompts:
-        start, end = _around(_render(transformer, _TEXT, _PROMPT), _TEXT)
-        before_prompt, after_prompt = _around(start, _PROMPT)
-        if end != after:
-            raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
+    before_prompt, after_prompt = _around_prompt(transformer, _TEXT, after) if has_prompts else ("", "")
     plain = _ids(transformer, _FILLERS[0])
     if any(_ids(transformer, _FILLERS[0], task=task) != plain for task in TASKS):
         raise UnsupportedModelError("the chat template treats queries and documents differently; " + _ADVICE)
@@ -68,12 +63,7 @@ def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.T
     _check_source(transformer)
     before, after_first = _around(_render(transformer, _PAIR), _PAIR[0])
     between, after = _around(after_first, _PAIR[1])
-    before_prompt = after_prompt = ""
-    if has_prompts:
-        start, end = _around(_render(transformer, _PAIR, _PROMPT), _PAIR[0])
-        before_prompt, after_prompt = _around(start, _PROMPT)
-        if end != after_first:
-            raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
+    before_prompt, after_prompt = _around_prompt(transformer, _PAIR, after_first) if has_prompts else ("", "")
     plain, other = (_ids(transformer, (filler, filler)) for filler in _FILLERS)
     return manifest_pb2.TextTemplate(
         before=before,
@@ -83,6 +73,19 @@ def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.T
         after=after,
         after_tokens=_kept_end(transformer, plain, other),
     )
+
+
+def _around_prompt(transformer: Any, sent: str | tuple[str, str], after: str) -> tuple[str, str]:
+    """Return the fixed texts around a prompt. `after` is the template's text after the first text without a prompt.
+
+    Raises:
+        UnsupportedModelError: The template ends differently with a prompt.
+    """
+    start, end = _around(_render(transformer, sent, _PROMPT), sent if isinstance(sent, str) else sent[0])
+    around = _around(start, _PROMPT)
+    if end != after:
+        raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
+    return around
 
 
 def _check_source(transformer: Any) -> None:

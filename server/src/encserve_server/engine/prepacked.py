@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from encserve_server.errors import BundleError
-from encserve_server.system.cache import Cache
+from encserve_server.system.cache import Cache, user_folder
 from encserve_server.system.cpus import cpu_features, cpu_model
 
 logger = logging.getLogger(__name__)
@@ -102,5 +102,4 @@ def _default_folder() -> Path:
     """Return the default folder of the cache. Read the environment here, because an `Embedder` has no flags."""
     if given := os.environ.get("ENCSERVE_CACHE_DIR"):
         return Path(given)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # by the XDG specification a relative path is ignored
-    return (base if base.is_absolute() else Path.home() / ".cache") / "encserve"
+    return user_folder()

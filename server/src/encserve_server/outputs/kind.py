@@ -66,6 +66,20 @@ class Kind(ABC):
             spec = spec._replace(l2_normalize=True)
         return self._output(spec, at, task)
 
+    def _refuse_cut_and_norm(self, spec: OutputSpec, at: int, reason: str) -> None:
+        """Refuse to cut or to normalize the rows. `reason` says what the kind does, for the error.
+
+        Raises:
+            InvalidField: A request asks for one of the two.
+        """
+        for field, value in (
+            (RequestField.OUTPUT_NORMALIZE, spec.l2_normalize),
+            (RequestField.OUTPUT_DIMENSIONS, spec.dimensions),
+        ):
+            if value:
+                problem = f"is not available for {{kind}}, which {reason}; was {{was}}"
+                raise InvalidField(FieldPath(field, at), problem, kind=self.kind, was=value)
+
     def _check_own_fields(self, spec: OutputSpec, at: int) -> None:
         for name, kind, field in _OWN_FIELDS:
             value = getattr(spec, name)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from encserve_server.engine.base import Head
-from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.outputs.kind import Kind, Wanted, all_places
 from encserve_server.outputs.rows import BatchRows, Column, finish
 from encserve_server.outputs.spec import FLOAT_TYPES, OutputSpec
@@ -27,13 +26,7 @@ class LabelScores(Kind):
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
         """See `Kind.check`. Logits cannot be cut or normalized."""
-        for field, value in (
-            (RequestField.OUTPUT_NORMALIZE, spec.l2_normalize),
-            (RequestField.OUTPUT_DIMENSIONS, spec.dimensions),
-        ):
-            if value:
-                problem = "is not available for {kind}, which has one number for each label; was {was}"
-                raise InvalidField(FieldPath(field, at), problem, kind=self.kind, was=value)
+        self._refuse_cut_and_norm(spec, at, "has one number for each label")
         return super().check(spec, at, task)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_server.engine.base import Head
-from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.outputs.kind import Kind, Wanted, outputs_by_place
 from encserve_server.outputs.rows import BatchRows, Column
 from encserve_server.outputs.spec import FLOAT_TYPES, OutputSpec
@@ -50,13 +49,7 @@ class SparseWeights(Kind):
 
     def check(self, spec: OutputSpec, at: int, task: Task) -> Output:
         """See `Kind.check`. A row is a single weight, so rows cannot be cut or normalized."""
-        for field, value in (
-            (RequestField.OUTPUT_NORMALIZE, spec.l2_normalize),
-            (RequestField.OUTPUT_DIMENSIONS, spec.dimensions),
-        ):
-            if value:
-                problem = "is not available for {kind}, which has single weights as rows; was {was}"
-                raise InvalidField(FieldPath(field, at), problem, kind=self.kind, was=value)
+        self._refuse_cut_and_norm(spec, at, "has single weights as rows")
         return super().check(spec, at, task)
 
     def _output(self, spec: OutputSpec, at: int, task: Task) -> Output:

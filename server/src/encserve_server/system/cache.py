@@ -96,6 +96,16 @@ class Cache:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def user_folder() -> Path:
+    """Return encserve's folder in the user's cache: $XDG_CACHE_HOME/encserve, or ~/.cache/encserve.
+
+    Raises:
+        RuntimeError: The user has no home directory.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # by the XDG specification a relative path is ignored
+    return (base if base.is_absolute() else Path.home() / ".cache") / "encserve"
+
+
 def open_private(folder: Path) -> None:
     """Create a folder if needed, and check that only this user can write into the folder.
 

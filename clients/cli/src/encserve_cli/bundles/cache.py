@@ -23,7 +23,7 @@ from encserve_cli.interrupts import Interrupts
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import source_file
-from encserve_server.system.cache import open_private
+from encserve_server.system.cache import open_private, user_folder
 from encserve_server.system.files import flush, store_whole
 
 _KEY_DIGITS = 16
@@ -86,8 +86,7 @@ class BundleCache:
 
     def __init__(self, folder: Path | None = None) -> None:
         """Take the folder. None: $XDG_CACHE_HOME/encserve/bundles or ~/.cache/encserve/bundles."""
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        self._own = (Path(base) if base.startswith("/") else Path.home() / ".cache") / "encserve"
+        self._own = user_folder()
         self.folder = folder or self._own / "bundles"
 
     def find(self, name: str, key: str, work: Work) -> Path | None:

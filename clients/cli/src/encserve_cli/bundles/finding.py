@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -209,52 +209,44 @@ def _digest(directory: Path, work: Work) -> str:
 
 
 def _exports_directory(model: Checkpoint, options: ExportOptions, version: str, work: Work) -> Make:
-    def make(folder: Path, temporary: Path) -> None:
-        source = str(model.directory)
-        exporting.check_exporter(source, model.name)
-        exporting.check_settings(source, model.directory, options)
-        files = {name: (model.directory / name).stat().st_size for name in hub.export_files(model.directory)}
-        needed = exporting.check_memory(source, hub.Plan(files, ()).weights_bytes, model.directory)
-        _announce(source, needed, 0, work)
-        exporting.export(
-            model.directory,
-            model.name,
-            options,
-            version=version,
-            repository=folder,
-            temporary=temporary,
-            work=work,
-        )
+    def plan() -> hub.Plan:
+        names = hub.export_files(model.directory)
+        return hub.Plan({name: (model.directory / name).stat().st_size for name in names}, ())
 
-    return make
+    return _exports(str(model.directory), model.name, model.directory, plan, options, version, work)
 
 
 def _exports_snapshot(
     model: HubModel, snapshot: hub.Snapshot, options: ExportOptions, version: str, work: Work
 ) -> Make:
-    source = model.source
+    return _exports(model.source, model.name, snapshot, lambda: hub.plan(snapshot), options, version, work)
+
+
+def _exports(
+    source: str,
+    name: str,
+    checkpoint: Path | hub.Snapshot,
+    plan_files: Callable[[], hub.Plan],
+    options: ExportOptions,
+    version: str,
+    work: Work,
+) -> Make:
+    """Return a function that checks, downloads if necessary, and exports a checkpoint. `source` is for the user."""
+    directory = checkpoint.directory if isinstance(checkpoint, hub.Snapshot) else checkpoint
 
     def make(folder: Path, temporary: Path) -> None:
-        exporting.check_exporter(source, model.name)
-        exporting.check_settings(source, snapshot.directory, options)
-        plan = hub.plan(snapshot)
-        needed = exporting.check_memory(source, plan.weights_bytes, snapshot.directory)
+        exporting.check_exporter(source, name)
+        exporting.check_settings(source, directory, options)
+        plan = plan_files()
+        needed = exporting.check_memory(source, plan.weights_bytes, directory)
         _announce(source, needed, plan.missing_bytes, work)
+        if isinstance(checkpoint, hub.Snapshot):
+            hub.fetch(checkpoint, plan, tell)
+        exporting.export(checkpoint, name, options, version=version, repository=folder, temporary=temporary, work=work)
 
-        def tell(done: int, total: int) -> None:
-            fraction = done / total if total else None
-            work.stage(f"downloading {done / _MB:,.0f} of {total / _MB:,.0f} MB", fraction)
-
-        hub.fetch(snapshot, plan, tell)
-        exporting.export(
-            snapshot,
-            model.name,
-            options,
-            version=version,
-            repository=folder,
-            temporary=temporary,
-            work=work,
-        )
+    def tell(done: int, total: int) -> None:
+        fraction = done / total if total else None
+        work.stage(f"downloading {done / _MB:,.0f} of {total / _MB:,.0f} MB", fraction)
 
     return make
 
