@@ -77,7 +77,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Convert a value that a reader returns to Python lists and numbers."""
+    """Convert a reader's value to Python lists and numbers. NaN becomes None."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN

@@ -69,7 +69,7 @@ def test_tables(stub: StubClient) -> None:
     norms = np.linalg.norm(stub.result.hidden_states[:, 2].astype(np.float64), axis=-1)
     assert row[1:4] == ["295", f"{norms[0]:.3f}", f"{norms[3]:.3f}"]
     assert stub.result.attention is not None
-    weights = stub.result.attention[2, :, 2].mean(axis=0, dtype=np.float64)  # of the third token, over the heads
+    weights = stub.result.attention[2, :, 2].mean(axis=0, dtype=np.float64)  # of the third token, mean over the heads
     assert [row[4], row[6]] == [str(weights.argmax()), f"{weights.max():.3f}"]
     assert [line[0] for line in lines if line[-1:] == ["bits"] or line[:1] == ["input"]] == ["input", "0", "1", "2"]
     assert "tokenize 0.4 ms, queue 0.1 ms, compute 11.7 ms, total 16.3 ms" in result.stdout

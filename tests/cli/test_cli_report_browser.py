@@ -29,7 +29,7 @@ HOSTILE = (
     "%{z}",
     "$x$",
 )
-# Returns the name of each figure, the number of drawn marks, and the shortest side of its drawing areas in pixels.
+# Returns for each figure: the name, the number of drawn marks, and the shortest side of the drawing areas in pixels.
 DRAWN = """() => [...document.querySelectorAll(".plot")].map((box) => {
     const drawn = [...box.querySelectorAll("svg.main-svg")].map((it) => it.getBoundingClientRect());
     const marks = box.querySelectorAll(".hm image, .trace.scatter path, .trace.bars path").length;
@@ -198,7 +198,7 @@ def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
 def test_the_policy_blocks_inserted_elements(browser: Browser, usual: Path) -> None:
     """The test inserts an image with an event handler into the page.
 
-    The content security policy blocks the request for the image and the handler.
+    The content security policy blocks the handler, and blocks the request for the image.
     """
     it = OpenPage(browser, usual, 1400)
     it.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://192.0.2.1/x onerror=\"run=1\">')")

@@ -37,7 +37,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The ONNX files that the tests export. The keys are the names in FILES."""
+    """The ONNX files that `export_onnx` reads. The keys are the names in FILES."""
     folder = tmp_path_factory.mktemp("given")
     return {
         "by-hand": save(build(), folder / "by-hand.onnx"),

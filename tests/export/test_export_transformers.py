@@ -217,7 +217,7 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
             UnsupportedModelError,
-            "needs its own code .* never executed; export it as ONNX yourself",
+            "needs its own code .* never executed; export the model to ONNX yourself",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantised"),
     ],

@@ -218,7 +218,7 @@ def test_a_cuda_provider_that_does_not_load_is_detected(
 
 
 def test_a_failed_run_writes_nothing_to_the_terminal(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    """If a run fails, ONNX Runtime prints no message, because every line of the log must be JSON."""
+    """The server silences ONNX Runtime's own messages, because every line of the log must be JSON."""
     with pytest.raises(Exception, match="idx=99"):
         opened(bundle.graph).run([np.array([99])])
     assert capfd.readouterr() == ("", "")
@@ -242,7 +242,7 @@ print(resident_bytes() - before)
 
 @pytest.mark.system  # starts a process
 def test_the_runtime_frees_memory_and_sends_no_reports(bundle: Bundle, tmp_path: Path) -> None:
-    """After the run of a long sequence, only the hidden states stay in memory. During the run, two tensors take 128 MB.
+    """After the run of a long sequence, only the hidden states stay in memory. The run has two tensors of 128 MB.
 
     The home directory stays empty. By default, ONNX Runtime would write an identifier there and send usage reports.
     """

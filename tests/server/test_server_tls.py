@@ -304,7 +304,7 @@ async def test_changed_files(
 ) -> None:
     """After a change of the files, every port presents the new certificate, and open connections stay open.
 
-    If a new file is wrong, the server refuses the file and logs this once.
+    If a new file is wrong, the server keeps the old certificate and logs the refusal once.
     """
     caplog.set_level(logging.INFO)
     mount = Mount(tmp_path / "mount")
@@ -364,10 +364,7 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """After a change of the authority, callers with certificates of the old authority are refused.
-
-    Old TLS sessions do not help these callers.
-    """
+    """After a change of the authority, callers with certificates of the old authority are refused."""
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -390,9 +387,9 @@ async def test_another_authority_of_callers(start_server: StartServer, made: Cer
 async def test_an_expired_authority_in_a_file_with_a_valid_one(
     start_server: StartServer, made: Certificates, tmp_path: Path, days: tuple[float, float]
 ) -> None:
-    """The file has two authorities, and one of them is expired or not yet valid.
+    """The file has an authority, and a certificate that is expired or not yet valid.
 
-    Only callers of the valid authority are accepted.
+    Callers of the authority are accepted, and callers of another authority are refused.
     """
     other = made.authority.issue("other-ca", begins_in_days=days[0], days=days[1])
     both = tmp_path / "both.pem"
@@ -436,7 +433,7 @@ async def test_old_sessions_are_not_resumed(
     for name in PORTS:
         context.set_alpn_protocols(["h2"] if name == "grpc_port" else ["http/1.1"])
         port = getattr(server.app, name)
-        with await asyncio.to_thread(connect, port) as first:  # OpenSSL keeps the sessions of open connections
+        with await asyncio.to_thread(connect, port) as first:  # stays open, so that OpenSSL keeps its session
             async with asyncio.timeout(20):
                 while await asyncio.to_thread(is_resumed, port, first.session):
                     pass
@@ -504,7 +501,10 @@ async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, 
 async def test_incomplete_handshakes_are_closed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New connections replace silent ones, and the server closes silent ones after 0.5 s. Other callers are served."""
+    """The server closes a connection without a finished handshake after 0.5 s. Other callers are served.
+
+    At the limit of connections, a new connection replaces the oldest connection without a finished handshake.
+    """
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
     server = await start_server(max_connections=3, **flags(made.server))
@@ -533,7 +533,7 @@ async def test_incomplete_handshakes_are_closed(
 async def test_the_threads_of_the_metrics_page_are_bounded(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    """The page serves at most eight connections at a time. A further connection closes the oldest silent connection.
+    """The page serves at most eight connections at a time. A further connection closes the oldest connection.
 
     So health checks and Prometheus still get replies.
     """

@@ -13,7 +13,7 @@ N_LAYERS, N_HEADS, D_MODEL, LONGEST = 2, 2, 8, 64
 
 
 def tensor_of(kind: int, n_tokens: int) -> npt.NDArray[np.float32]:
-    """Return the array of one kind: all layers, or the positions.
+    """Return the tensor of one kind: attention weights or hidden states of all layers, or the position table.
 
     Each number depends on the number's index and on the kind.
     """

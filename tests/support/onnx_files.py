@@ -1,4 +1,4 @@
-"""Makes small ONNX encoders. The names and the structures are as in ONNX files of other authors."""
+"""Makes small ONNX encoders. Input names, output names and structures are like those of other exporters."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Change where a tensor's data are stored, in a file from `save_with_data`.
+    """Change the recorded location, offset or length of a tensor's data, in a file from `save_with_data`.
 
     `entries` are new values of location, offset or length.
     """
@@ -119,7 +119,7 @@ def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
 
 
 class Renamed(nn.Module):
-    """An encoder with an extra input, token types, and an extra output, the hidden state of the first token."""
+    """An encoder with token types as an extra input, and the first token's hidden state as an extra output."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()

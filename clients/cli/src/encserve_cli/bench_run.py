@@ -37,7 +37,8 @@ def run(
 
     Raises:
         EncserveError: The server is not reachable, or refuses the model or the texts.
-        ValueError: The file of lengths or texts is not usable, or the model does not take such calls.
+        ValueError: The file of lengths or texts is not usable, the calls exceed a limit of the server, or the model
+            has no ordinary tokens for random texts.
         OSError: The file is not readable.
         KeyboardInterrupt: Ctrl-C was pressed before the first load.
     """
@@ -137,8 +138,8 @@ def _notes(result: LoadResult) -> list[str]:
     if result.generator_cpu_seconds > _BUSY_CPU_SHARE * result.seconds > 0:
         used = result.generator_cpu_seconds / result.seconds
         notes.append(
-            f"{name}: the load generator used {used:.2f} of a CPU, so the server may be faster; send more sequences a "
-            "call, or run several `encserve bench` at the same time"
+            f"{name}: the load generator used {used:.2f} of a CPU, so the server may be faster than measured. Send "
+            "more sequences a call, or run several `encserve bench` at the same time."
         )
     return notes
 

@@ -27,8 +27,8 @@ from encserve_export.source.weights import INDICES, Weights, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 OWN_ONNX = (
-    "export it as ONNX yourself, with ids and mask as inputs and the last hidden states as output, and give the "
-    "file to `encserve-export onnx`"
+    "export the model to ONNX yourself (inputs: ids and mask; output: the last hidden states), and run "
+    "`encserve-export onnx FILE`"
 )
 _OTHER_CONFIG = "does config.json belong to this checkpoint?"
 # The manifest's names for the values of transformers' `hidden_act`.
@@ -89,10 +89,10 @@ def load_model(directory: Path, weights: Weights, *, token_types: bool = False) 
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
-            architecture.
+            architecture. Or the checkpoint is quantized, brings its own code, or takes no token ids.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: The hidden states depend on missing weights, or the model does not have a weight of the
-            checkpoint.
+        WeightNamesError: The hidden states depend on missing weights. Or a part of the model does not have a weight
+            of the checkpoint.
         WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
             would not apply the scale of these weights.
@@ -143,7 +143,7 @@ def load_reference(directory: Path) -> Any:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the longest sequence of the model in a directory, without loading weights; None without a limit."""
+    """Return the largest number of tokens in a sequence, or None without a limit. Loads no weights."""
     try:
         config, kind = _read_config(directory)
         with torch.device("meta"):
@@ -153,7 +153,7 @@ def read_positions(directory: Path) -> int | None:
 
 
 def positions(encoder: nn.Module, config: Any) -> int | None:
-    """Return the longest sequence, in tokens, that a transformers model has positions for; None without a limit."""
+    """Return the number of positions of a transformers model, or None without a limit."""
     if table := _position_table(encoder):
         return table[1].num_embeddings - _first_position(table[1])
     return _positive(getattr(config, "max_position_embeddings", None))
@@ -207,7 +207,7 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
         )
     if "quantization_config" in settings:
         raise UnsupportedModelError(
-            "the checkpoint is quantised (quantization_config in config.json); export the original checkpoint with "
+            "the checkpoint is quantized (quantization_config in config.json); export the original checkpoint with "
             "--precision"
         )
     try:
@@ -310,8 +310,8 @@ def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) 
     A part is the first component of the weights' names, such as "pooler".
 
     Raises:
-        WeightNamesError: The checkpoint has a weight under the name of a part of the model, but the part has no such
-            weight.
+        WeightNamesError: The name of a weight begins with a part of the model, such as "encoder", but this part has
+            no weight with this name.
     """
     parts = {name for name, _ in model.named_children()}
     surplus = {name: _part(model, name) for name in unexpected if not name.endswith(INDICES)}
@@ -359,7 +359,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
 
 
 def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return the names of the parameters that affect the hidden states. Only these parameters get a gradient."""
+    """Return the names of the parameters that affect the hidden states. The others get no gradient."""
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)

@@ -138,7 +138,7 @@ def _columns(given: Sequence[str]) -> tuple[str, ...]:
 
 def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any], *, as_json: bool) -> int:
     """Run an open job. Return the exit status."""
-    finished = job.finished()  # before `describe`, so that KeyboardInterrupt ends the search for finished parts
+    finished = job.finished()  # until `describe` below, Ctrl-C raises KeyboardInterrupt and so ends this search
     if as_json:
         _event("plan", plan_record(job.plan, job.shard, job.store.uri, finished))
     unit = "texts" if job.plan.read.input_kind == "text" else "inputs"

@@ -34,8 +34,8 @@ class Backend(Protocol):
 
         Args:
             make: The options of the output: kind, dimensions, number type, task and prompt.
-            before: The model of the job's plan, if there is a plan. Settings that the user did not give come from this
-                model.
+            before: The model of the job's plan, if there is a plan. If the user names no model version, batch size or
+                number of threads, the values come from here.
 
         Raises:
             EncserveError, RuntimeError, ValueError, OSError: The model cannot be loaded. The message has the reason.
@@ -73,8 +73,8 @@ class EmbedJob:
             backend: The source of vectors.
             read: The options for reading inputs.
             make: The options of the output: kind, dimensions, number type, task and prompt.
-            part_rows: Rows per part of a new job. None: 2,048. For the kinds "tokens", "multi_vector" and "sparse": at
-                most 256.
+            part_rows: Rows per part of a new job. None: 2,048, or 256 for sparse vectors. For "tokens" and
+                "multi_vector" 256 or fewer, so that a part has at most 512 MiB.
             shard: The share to do; None for the whole job.
             overwrite: Whether to remove the output of another job first; not with `shard`.
             add_inputs: Whether to add inputs that the plan does not have.
@@ -150,7 +150,7 @@ class EmbedJob:
             )
 
     def _check_apart(self, found: Sequence[InputFile]) -> None:
-        """Refuse inputs in the output folder. Readers would read them as parts, and `clear` would delete them."""
+        """Refuse inputs in the output folder. Readers would read them as parts, and `clear` could delete them."""
         for it in found:
             if any(self.store.holds(it.uri, folder) for folder in ("", REJECTED)):
                 raise ValueError(
@@ -203,7 +203,7 @@ class EmbedJob:
     ) -> list[str]:
         """Return a message for each input that differs from the plan.
 
-        `new` has the files that are not in the plan, by path.
+        `new` has, by path, the current files whose size or checksum is in no row of the plan.
         """
         problems = []
         added = dict(new)

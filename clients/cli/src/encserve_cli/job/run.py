@@ -55,7 +55,7 @@ class Worker(Protocol):
 
     @property
     def make(self) -> MakeOptions:
-        """The output of each input, with all defaults filled in."""
+        """The options of the output, with all defaults filled in."""
 
     @property
     def model(self) -> ModelFacts:
@@ -90,7 +90,7 @@ class LocalWorker:
         self.make = make
         self.model = model
         self.encoder = encoder
-        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._stopped = False  # not an Event: a signal handler may call `stop`, and must not wait for a lock
 
     def run(self, plan: Plan, store: Store, work: Sequence[Work], on_batch: BatchProgress) -> Reports:
         """See `Worker`."""

@@ -70,8 +70,8 @@ def balancing_options() -> dict[str, str | int]:
     }
     return {
         "grpc.service_config": json.dumps(config),
-        # gRPC must find a restarted server before the retries of a call are used up, because the other servers may stop
-        # next.
+        # In a rolling update the other servers stop next. So gRPC must reconnect to a restarted server before a call's
+        # retries are used up.
         "grpc.max_reconnect_backoff_ms": 500,
         # gRPC resolves a name again when a connection is lost, but by default at most every 30 s. In that time, a
         # rolling update could give new addresses to all servers.
@@ -91,17 +91,18 @@ def channel_options(
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
         # While a connection is down, gRPC fails calls immediately. By default, gRPC reconnects after 1, 1.6, … 120 s.
-        # The client's retries could be used up earlier, or a restarted server could wait minutes for this client.
+        # Then a call's retries could end before gRPC reconnects, or a restarted server could wait minutes for calls.
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 5000,
         # An address that drops packets fails after 5 s, not after gRPC's 20 s. Despite the name, this option is the
         # timeout for connecting.
         "grpc.min_reconnect_backoff_ms": _CONNECT_MS,
         # A machine that loses power does not close its connections. gRPC drops such a connection within 20 s, so that
-        # calls have time for another attempt. Servers allow a ping every 10 s. The third option limits the pings that
-        # measure bandwidth. During such a ping, gRPC sends no keepalive ping, by default for up to 60 s.
+        # calls have time for another attempt. Servers allow a ping every 10 s.
         "grpc.keepalive_time_ms": 12_000,
         "grpc.keepalive_timeout_ms": 8_000,
+        # The timeout of pings that measure bandwidth. During such a ping, gRPC sends no keepalive ping, by default for
+        # up to 60 s.
         "grpc.http2.ping_timeout_ms": 8_000,
         "grpc.primary_user_agent": f"encserve-client/{__version__}",
         **(balancing_options() if is_balanced(target) else {}),

@@ -51,7 +51,7 @@ class SyncWire:
             if isinstance(request := message.request, pb.InspectRequest):
                 with delayed_interrupt():
                     call = method(request, **options)
-                    self._calls[call] = connection  # `aclose` cancels the call if an error ends the loop
+                    self._calls[call] = connection  # `aclose` cancels the call if `_assemble` raises
                 self._assemble(call, message, request)
             elif alone:
                 self._events.put(Answered(message, method(request, **options)))
@@ -66,7 +66,7 @@ class SyncWire:
             raise _translate_error(error) from None
 
     def _assemble(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
-        """Read all messages of an answer to Inspect. Blocks, because an Inspect call has no other messages."""
+        """Read all messages of an answer to Inspect. Blocks: an Inspect call sends only this request."""
         assembler = InspectAssembler(request)
         for part in call:
             if not assembler.add(part):
@@ -117,11 +117,11 @@ class SyncWire:
 def delayed_interrupt() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block.
 
-    If KeyboardInterrupt ends gRPC's code at the start of a call, gRPC never learns the end of this call. Then
+    If KeyboardInterrupt interrupts gRPC while a call starts, gRPC never notices the end of this call. Then
     `Channel.close` waits forever.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield  # only the main thread gets KeyboardInterrupt, and only from a handler in Python
+        yield  # only the main thread runs signal handlers; a handler that is not in Python cannot be replaced
         return
     arrived: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
@@ -142,7 +142,7 @@ class _FinishedCall:
 
 
 def _translate_error(error: ValueError) -> Exception:
-    """Return the error of a closed channel. gRPC raises a ValueError for a closed channel; only the text differs."""
+    """Return ClientClosedError for a closed channel, otherwise `error`. gRPC raises ValueError in both cases."""
     return ClientClosedError() if "closed" in str(error) else error
 
 

@@ -152,7 +152,7 @@ class Core:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        """Return the first output of each input: a matrix if the output is pooled, otherwise a list."""
+        """Return the first output of each input: a matrix if pooled, otherwise a list. One input returns its item."""
         items, is_one = read_inputs(inputs)
         check_inputs(items)
         check_function("progress", progress)
@@ -341,7 +341,7 @@ class Core:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        """Return the tokens of each text. `truncate` None: all tokens."""
+        """Return the tokens of each text. If `truncate` is None, return all tokens."""
 
         def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
             return response.fingerprint, sequence_infos(response, len(message.indices))
@@ -363,7 +363,7 @@ class Core:
         async with aclosing(wire):
             time_limit = self.time_limit(timeout_seconds, wire.now())
             info = await self._model_for(wire, key, options, time_limit)
-            # Only the model's computations limit the number of tokens.
+            # Tokenize does not run the model, so the messages have no limit of tokens.
             limits = replace(self._limits(info, options), max_tokens=2**63)
             for _ in range(_MAX_ROUNDS):
                 source = PlannedMessages(plan_messages(items, template, limits))
@@ -437,7 +437,7 @@ class Core:
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Any:
-        """Return the `Classification` of each text, in order. For a str: one, without a list."""
+        """Return the `Classification` of each text, in order. For a str, return one `Classification`."""
         is_one = isinstance(texts, str)
         items = check_documents([texts] if is_one else texts, "texts")
         request = options.to_proto()
@@ -477,7 +477,7 @@ class Core:
         n_inputs = len(items) or len(template.document_vectors.lengths)
 
         def decode(message: Message, response: pb.ScoreResponse) -> ScoreAnswer:
-            assert isinstance(message.request, pb.ScoreRequest)  # noqa: S101 - the messages of this call
+            assert isinstance(message.request, pb.ScoreRequest)  # noqa: S101 - all messages of this call are
             return decode_scores(message.request, response, len(message.indices))
 
         async with aclosing(wire):
@@ -516,7 +516,7 @@ class Core:
             return await self._fetch_model(wire, key, time_limit)
 
     def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
-        """Return the limit of a call that begins now. None: the client's timeout limits each message."""
+        """Return the limit of a call that begins now. Without a timeout, the client's timeout limits each message."""
         if timeout_seconds is None:
             return TimeLimit(self.settings.timeout_seconds)
         timeout = as_float("timeout_seconds", timeout_seconds)

@@ -33,8 +33,9 @@ _FIELD = re.compile(
     r"prompt_name|task|expected_fingerprint|expected_space_id)\b"
     r"[\w.\[\]]*(?=: )"
 )
-# Parts of the server's field names that argument names do not have. Fields whose argument has another name.
+# Parts to remove from the server's field names.
 _INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
+# The client's argument for a field of the server with another name.
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
 # Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
@@ -86,7 +87,7 @@ class Failure:
         code: The gRPC status, never OK.
         message: The text for people.
         reason: The server's machine-readable reason; "" without one.
-        retry_delay_seconds: The delay before a retry that the server asked for; None without one.
+        retry_delay_seconds: The retry delay that the server requested, if any.
         retry_forbidden: Whether the server forbids retries.
         refused: The failure of each input that the server refused. Empty if the server gave no list. Then other inputs
             may be wrong too.
@@ -121,7 +122,7 @@ class Failure:
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
     def inputs_at_fault(self, n_inputs: int) -> "dict[int, Failure]":
-        """Return the failure of each input that caused this failure, by position in a message of `n_inputs` inputs."""
+        """Return the inputs at fault: positions in the message of `n_inputs` inputs, each with the failure."""
         found: dict[int, Failure] = {}
         for failure in self.refused or (self,):
             name = _INPUT_AT_FAULT.match(failure.message)
@@ -144,7 +145,7 @@ class Failure:
             indices: The caller's index of each input of the message. The exception's text has these indices instead of
                 positions in the message.
             target: The target of the client; "" if unknown.
-            timeout_seconds: The time of the call, or of each message.
+            timeout_seconds: The timeout of the call, or the client's timeout of each message.
             arguments: Prefixes of field names, and their replacements; see `Message.arguments`.
         """
         if self.is_too_large:
@@ -217,7 +218,7 @@ def failure_of_call(call: Any) -> Failure:
 
 
 def failure_of_crash(error: Exception) -> Failure:
-    """Return the failure for an unexpected exception of gRPC. The driver waits for an event of each message."""
+    """Return the failure for an unexpected exception of gRPC. The driver needs an event for each message."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
@@ -236,7 +237,7 @@ class ServerHistory:
 
 
 class Outages:
-    """The outages that one call meets. Each call reports for itself, so a report never comes after the next report."""
+    """The outages that one call meets. Each call reports its own outages, in order."""
 
     def __init__(self, history: ServerHistory, target: str, on_outage: OnOutage | None) -> None:
         self._history = history
@@ -306,7 +307,8 @@ def seconds_until_retry(
     if failure.code is grpc.StatusCode.UNAVAILABLE and not is_outage:  # no server has ever answered
         waited = sum(map(policy.longest_wait, range(1, attempts)))
         remaining_seconds = min(remaining_seconds, _FIRST_CONTACT_SECONDS - waited)
-    # The wait is at least half of the longest wait. So few attempts cover the time until gRPC finds a restarted server.
+    # The wait is at least half of the longest wait. Therefore a few attempts cover the time until gRPC
+    # finds a restarted server.
     wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * policy.longest_wait(attempts)
     return wait if wait < remaining_seconds else None
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A message was answered. `response` is a message, or for Inspect the `InspectAssembler` with all parts."""
+    """A message was answered. `response` is the protobuf reply; for Inspect, the `InspectAssembler` with all parts."""
 
     message: Message
     response: Any
@@ -49,7 +49,10 @@ Event = Answered | Failed | InputRead | InputsEnded
 
 
 class Wire(Protocol):
-    """The I/O of one call. The driver of the call gets all results as events, in the order of their arrival."""
+    """The I/O of one call.
+
+    The driver, `calls.exchange` or `streams.Stream`, gets all results as events, in the order of arrival.
+    """
 
     def now(self) -> float:
         """Return the seconds of a monotonic clock."""
@@ -75,7 +78,7 @@ class Wire(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Cancel all running work, and wait for the end of the work."""
+        """Cancel all running work. With asyncio, also wait for the end of the work."""
 
 
 def run_without_loop(awaitable: Awaitable[T]) -> T:
