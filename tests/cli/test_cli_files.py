@@ -433,6 +433,41 @@ async def test_ctrl_c_ends_the_command_with_one_line(service: FakeEncoder, tmp_p
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a test's own folder
 
 
+# A command whose main thread waits for a lock and never runs the handler of the signal.
+WAITS = """
+import signal, threading
+from encserve_cli.commands import cli
+
+@cli.command()
+def wait():
+    lock = threading.Lock()
+    lock.acquire()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # another thread gets the signal
+    print("waiting", flush=True)
+    lock.acquire()
+
+cli(["wait"])
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_that_python_misses_ends_the_command(number: signal.Signals) -> None:
+    """Python misses a signal that comes just before the main thread waits for a lock. The command ends all the same."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WAITS), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 50) == b"waiting\n"
+    process.send_signal(number)
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert (process.returncode, errors) == (130, b"stopped\n")
+
+
 async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service: FakeEncoder) -> None:
     result = await encserve(service, "embed", "one", "word " * 80, status=1)
     assert result.stderr == "Error: argument 2: has 82 tokens; the model takes at most 64 (--truncate)\n"

@@ -27,6 +27,9 @@ class Interrupts:
     If the command still runs after a second, the process ends. Otherwise running batches could take longer, or gRPC
     could wait for a call that KeyboardInterrupt has interrupted.
 
+    Python may miss a signal that comes just before the main thread waits for a lock. The handler then never runs. So a
+    thread ends the command. Python's C code writes the number of each signal into a pipe, and the thread reads it.
+
     Attributes:
         came: Whether a signal has arrived.
     """
@@ -34,12 +37,15 @@ class Interrupts:
     def __init__(self) -> None:
         """Create a context without a job to stop."""
         self.came = False
+        self._is_handled = False
         self._describe: Callable[[], str] = lambda: "stopped"
         self._stops: tuple[Callable[[], object], ...] = ()
         self._cleanups: list[Callable[[], object]] = []
         self._is_shown = threading.Lock()  # locked as soon as the line is written
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
+        self._pipe_end = -1  # C code writes the numbers of signals into this end of a pipe
+        self._pipe_before = -1
 
     @staticmethod
     def current() -> "Interrupts":
@@ -85,16 +91,24 @@ class Interrupts:
 
     def leave(self) -> None:
         """Restore the signal handlers that were set before the context."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        if self._before:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._before = {}
+            signal.set_wakeup_fd(self._pipe_before)
+            os.close(self._pipe_end)  # ends the thread
 
     def __enter__(self) -> "Interrupts":
         click.get_current_context().meta[_META] = self
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only in the main thread
             # A shell script ignores SIGINT for its background commands.
             signals = [it for it in _SIGNALS if signal.getsignal(it) is not signal.SIG_IGN]
-            self._before = {it: signal.signal(it, self._handle) for it in signals}
+            if signals:
+                pipe, self._pipe_end = os.pipe()
+                os.set_blocking(self._pipe_end, False)
+                threading.Thread(target=self._watch, args=(pipe, bytes(signals)), daemon=True).start()
+                self._pipe_before = signal.set_wakeup_fd(self._pipe_end, warn_on_full_buffer=False)
+                self._before = {it: signal.signal(it, self._handle) for it in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,15 +116,20 @@ class Interrupts:
         self.leave()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
-            return
-        self.came = True
-        # In a thread, because `_end` may need a lock that the interrupted code holds.
-        threading.Thread(target=self._end, daemon=True).start()
-        if not self._stops:
+        is_first, self._is_handled = not self._is_handled, True
+        if is_first and not self._stops:
             raise KeyboardInterrupt
 
+    def _watch(self, pipe: int, signals: bytes) -> None:
+        """Wait for a signal, then end the command."""
+        with open(pipe, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number in signals:
+                    self._end()
+                    return
+
     def _end(self) -> None:
+        self.came = True
         for stop in self._stops:
             stop()
         if not self._ended.wait(_LONGEST_STOP_SECONDS):
