@@ -1,4 +1,4 @@
-"""Runs the code blocks of docs/security.md and docs/callers.md in order. No block fails.
+"""Runs the code blocks of docs/how-to/tls.md and docs/how-to/keys-and-shares.md in order. No block fails.
 
 The ports in the code are replaced by free ports.
 """
@@ -25,7 +25,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 def blocks(page: str) -> list[tuple[str, str]]:
     """Return the (language, text) of each code block of a page, in order."""
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs/how-to" / page).read_text()
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ def with_ports(lines: str, server: RealServer) -> str:
     return re.sub("|".join(ports), lambda match: str(ports[match[0]]), lines)
 
 
-@pytest.mark.parametrize(("page", "expected"), [("security.md", 7), ("callers.md", 5)])
+@pytest.mark.parametrize(("page", "expected"), [("tls.md", 7), ("keys-and-shares.md", 5)])
 def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
     write_bundle(tmp_path / "models", tokenizer=words())
     commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

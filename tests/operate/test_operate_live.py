@@ -202,7 +202,7 @@ def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
         text = " ".join(alert["annotations"].values())
         for fault in ("{{", "error expanding template", "no value"):
             assert fault not in text, text
-        assert alert["annotations"]["runbook_url"].startswith("docs/operations.md#"), text
+        assert alert["annotations"]["runbook_url"].startswith("docs/reference/alerts.md#"), text
 
 
 def test_every_metric_name_exists(server: RealServer, prometheus: Prometheus) -> None:

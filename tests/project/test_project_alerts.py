@@ -1,6 +1,6 @@
 """Tests of the rules and alerts of Prometheus.
 
-Each alert has a runbook in docs/operations.md and a promtool test in deploy/prometheus/tests. The rules and the
+Each alert has a runbook in docs/reference/alerts.md and a promtool test in deploy/prometheus/tests. The rules and the
 dashboards have the same objectives.
 """
 
@@ -18,7 +18,7 @@ from encserve_server.telemetry.metrics import SECONDS_BUCKETS
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 TESTS = sorted(PROMETHEUS.glob("tests/*.yml"))
-RUNBOOKS = (ROOT / "docs/operations.md").read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0]
+RUNBOOKS = (ROOT / "docs/reference/alerts.md").read_text()
 
 
 @pytest.mark.system
@@ -57,14 +57,22 @@ def test_an_alert_has_a_runbook(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert annotations["summary"].endswith(".")
     assert annotations["description"].endswith(".")
-    assert annotations["runbook_url"].endswith(f"docs/operations.md#{name.lower()}")
-    text = RUNBOOKS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert annotations["runbook_url"].endswith(f"docs/reference/alerts.md#{name.lower()}")
+    text = RUNBOOKS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     for part in ("**Means.**", "**Confirm.**", "**Do.**"):
-        assert part in text, f"the runbook of {name} in docs/operations.md has no {part}"
+        assert part in text, f"the runbook of {name} in docs/reference/alerts.md has no {part}"
 
 
 def test_each_runbook_has_an_alert() -> None:
-    assert re.findall(r"^### (\w+)$", RUNBOOKS, re.MULTILINE) == [alert["alert"] for alert in ALERTS]
+    assert re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE) == [alert["alert"] for alert in ALERTS]
+
+
+def test_the_table_of_alerts() -> None:
+    """The table in docs/reference/alerts.md has the severity and the summary of each alert."""
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (\w+) \| (.*) \|$", RUNBOOKS, re.MULTILINE)
+    assert rows == [
+        (it["alert"], it["alert"].lower(), it["labels"]["severity"], it["annotations"]["summary"]) for it in ALERTS
+    ]
 
 
 def test_rules_and_dashboards_have_the_same_objectives() -> None:

@@ -15,7 +15,7 @@ def test_json_is_sorted_and_indented(name: str) -> None:
     """The JSON has sorted keys and an indent of 2, so that a change in Grafana gives a small diff in git."""
     text = (ROOT / f"deploy/grafana/dashboards/{name}.json").read_text()
     formatted = json.dumps(DASHBOARDS[name], indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    assert text == formatted, f"{name}.json is not formatted; docs/operations.md has the command"
+    assert text == formatted, f"{name}.json is not formatted; docs/how-to/monitor.md has the command"
 
 
 def test_uids_and_titles() -> None:

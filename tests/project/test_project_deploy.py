@@ -189,7 +189,7 @@ def test_the_unit_gives_the_server_its_folders() -> None:
 
 @pytest.mark.system
 def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
-    """`systemd-analyze` finds no unknown key, and rates the exposure as docs/systemd.md says."""
+    """`systemd-analyze` finds no unknown key, and rates the exposure as docs/how-to/systemd.md says."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None and "CI" not in os.environ:
         pytest.skip("needs systemd-analyze: apt-get install systemd")
@@ -210,4 +210,4 @@ def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
 
     assert run("verify", "--man=no", f"--root={tmp_path}", UNIT.name) == ""
     (exposure,) = re.findall(r"exposure level for encserve.service: ([\d.]+)", run("security", "--offline=yes", UNIT))
-    assert f"rates it {exposure} of 10" in (ROOT / "docs/systemd.md").read_text()
+    assert f"rates it {exposure} of 10" in (ROOT / "docs/how-to/systemd.md").read_text()

@@ -393,7 +393,7 @@ def test_the_job_name_is_the_one_of_the_rules() -> None:
 def test_the_autoscaler_uses_metrics_that_exist() -> None:
     """The query uses only metrics of the server and the pods of the release, and subtracts the tokens of bulk calls.
 
-    docs/kubernetes.md has the same query, for all pods.
+    docs/how-to/kubernetes.md has the same query, for all pods.
     """
     scaler = REPLICAS["ScaledObject"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == REPLICAS["Deployment"]["metadata"]["name"]
@@ -404,7 +404,7 @@ def test_the_autoscaler_uses_metrics_that_exist() -> None:
     assert set(re.findall(r"encserve_\w+", query)) <= {family.name for family in registry.collect()}
     pods = '{namespace="encserve",pod=~"encserve-[0-9a-z]+(-[0-9a-z]+)?"}'
     assert query.count(pods) == 3
-    assert query.replace(pods, "") in (ROOT / "docs/kubernetes.md").read_text()
+    assert query.replace(pods, "") in (ROOT / "docs/how-to/kubernetes.md").read_text()
     (pattern,) = set(re.findall(r'pod=~"([^"]+)"', query))
     assert re.fullmatch(pattern, "encserve-7d9f8c6b5-x2k4q")
     assert not re.fullmatch(pattern, "encserve-large-7d9f8c6b5-x2k4q")

@@ -202,7 +202,7 @@ def test_a_change_of_the_rate_keeps_the_debt() -> None:
 
 
 def test_the_example_of_the_docs_is_valid() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs/callers.md").read_text()
-    search, reports = read_callers(page.partition("```toml\n")[2].partition("```")[0].encode(), "callers.md")
+    page = (Path(__file__).parent.parent.parent / "docs/how-to/keys-and-shares.md").read_text()
+    search, reports = read_callers(page.partition("```toml\n")[2].partition("```")[0].encode(), "keys-and-shares.md")
     assert (search.digests, reports.digests) == ((digest_of("SEARCH-KEY"),), (digest_of("REPORTS-KEY"),))
     assert all(f"| `{field}` |" in page for field in sorted(FIELDS))

@@ -130,7 +130,7 @@ class Settings:
     tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
         "PEM file with the certificate of the server and the intermediate certificates. If this file is set, gRPC, "
-        "HTTP and the metrics page accept only TLS 1.2 or later (docs/security.md). The file is reloaded when it "
+        "HTTP and the metrics page accept only TLS 1.2 or later (docs/how-to/tls.md). The file is reloaded when it "
         "changes. Needs encserve[tls]. Default: plaintext.",
         section="Callers and encryption",
     )
@@ -383,8 +383,8 @@ class Settings:
     )
     api_key: str | None = _setting(
         None,
-        "The key that every call must present, as `authorization: Bearer`, `api-key` or `x-api-key` (docs/callers.md). "
-        "Default: no key is needed.",
+        "The key that every call must present, as `authorization: Bearer`, `api-key` or `x-api-key` "
+        "(docs/how-to/keys-and-shares.md). Default: no key is needed.",
         is_secret=True,
         section="Callers and encryption",
     )
@@ -396,8 +396,9 @@ class Settings:
     )
     callers: Path | None = _setting(  # noqa: RUF009 - a dataclass field
         None,
-        "TOML file of callers, with the keys, certificates, models and rate of each caller (docs/callers.md). The file "
-        "is reloaded when it changes. Use this setting or a single key, not both.",
+        "TOML file of callers, with the keys, certificates, models and rate of each caller "
+        "(docs/how-to/keys-and-shares.md). The file is reloaded when it changes. Use this setting or a single key, not "
+        "both.",
         section="Callers and encryption",
     )
     public_listing: bool = _setting(
@@ -409,9 +410,9 @@ class Settings:
     trust_fairness_id: bool = _setting(
         False,
         "Whether the header x-gateway-inference-fairness-id names the caller in metrics, in logs and in fair sharing "
-        "(docs/callers.md). At most 128 names. With --callers, the server accepts the header only from callers with "
-        "proxy = true. Without --callers, the server accepts the header from all callers. In this case, use the "
-        "setting only if all calls come through a proxy that sets the header.",
+        "(docs/how-to/keys-and-shares.md). At most 128 names. With --callers, the server accepts the header only from "
+        "callers with proxy = true. Without --callers, the server accepts the header from all callers. In this case, "
+        "use the setting only if all calls come through a proxy that sets the header.",
         section="Callers and encryption",
     )
     access_log: bool = _setting(
