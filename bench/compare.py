@@ -15,7 +15,7 @@ makes batches in order of arrival, and runs a graph that PyTorch exported.
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
 
-See docs/performance.md.
+See docs/explanation/benchmark-method.md.
 """
 
 import argparse

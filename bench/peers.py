@@ -8,7 +8,8 @@ virtual environment under .venv-peers at first use. If a peer cannot be installe
 and the exit status is 1.
 
 First, each peer runs in several settings, to find the fastest setting. Then each round runs all servers and peers once,
-in random order. All servers and peers start before the first round. See docs/performance.md.
+in random order. All servers and peers start before the first round. See
+docs/explanation/benchmark-method.md.
 """
 
 import argparse

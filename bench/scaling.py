@@ -6,7 +6,7 @@
 `measure` starts servers, calls them with the load generator of `encserve bench`, and writes all numbers to FILE. FILE
 is JSON. A part is a list of points, for example one point for each number of callers. Each round measures every point
 once, in random order. Parts of an existing FILE stay, unless they are measured again. `draw` makes the plots of
-docs/performance.md.
+docs/explanation/performance.md.
 """
 
 import asyncio

@@ -94,7 +94,7 @@ def test_commands_flags_and_paths_exist(page: str) -> None:
             assert name in (client if program == "encserve" else exporter).commands, line
         for flag in re.findall(r"`(?:encserve[a-z -]* )?(--[a-z][a-z-]*)(?![\w.-])", line):
             assert flag in known, line
-        for path in re.findall(r"\b(?:bench|clients|deploy|export|scripts|server|tests)/[\w/.-]*\w", line):
+        for path in re.findall(r"(?<![\w/-])(?:bench|clients|deploy|export|scripts|server|tests)/[\w/.-]*\w", line):
             assert any(commit in line for commit in REMOVED) or any(ROOT.glob(f"{path}*")), line
 
 

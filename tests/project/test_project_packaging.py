@@ -1,4 +1,4 @@
-"""Build the distribution, install each row of README's table of extras into an empty environment, and use the row."""
+"""Build the distribution, install each row of the table of extras into an empty environment, and use the row."""
 
 import asyncio
 import json
@@ -271,8 +271,8 @@ USES: dict[str, Callable[[Environment, Path], None]] = {
 
 
 def test_each_row_of_the_table_has_a_test() -> None:
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("\n## Install") : text.index("\nChoose one of")]
+    text = (ROOT / "docs/start/install.md").read_text()
+    table = text[text.index("\n## Extras") : text.index("\nChoose one of")]
     rows = re.findall(r"`encserve(?:\[([\w,]+)\])?`", "\n".join(re.findall(r"^\|.*\|$", table, flags=re.MULTILINE)))
     assert set(rows) - {"cli", ""} == (USES.keys() | {"gpu"}) - {"cli", ""}
 

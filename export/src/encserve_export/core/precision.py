@@ -80,7 +80,7 @@ def tolerance_for(tolerance: float, float32_error: float) -> float:
     return max(tolerance, 4 * float32_error) if math.isfinite(float32_error) else tolerance
 
 
-# float32: the rows of trained models differ by 1e-7 to 1e-5 (docs/performance.md). A weight scaled by 1.001, a wrong
+# float32: the rows of trained models differ by 1e-7 to 1e-5. A weight scaled by 1.001, a wrong
 # epsilon or another activation changes a row by 1e-4 or more (tested in tests/export/test_export_gates.py). float16:
 # the type has 10 bits after the point. int8: the least cosine similarity of all-MiniLM-L6-v2 is 0.995. docs/models.md
 # lists the retrieval quality of float16 and int8.

@@ -24,7 +24,7 @@ ExportPrecision = Literal["float32", "float16", "int8"]
 # The exporter runs in this Python. A program of the same name on PATH may be of another version.
 _EXPORTER = "from encserve.commands import encserve_export; encserve_export()"
 # An export needs at most 3 times the size of the float32 weights, plus 500 MB, plus the memory of the imports. The
-# figures are measured: docs/performance.md, "Exports".
+# figures are measured: docs/explanation/performance.md, "Memory".
 _WEIGHTS_FACTOR = 3
 _OTHER_BYTES = 500_000_000
 _IMPORT_BYTES = 530_000_000
