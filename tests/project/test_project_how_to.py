@@ -19,12 +19,11 @@ from encserve_export import Target, export_hf
 pytestmark = pytest.mark.system
 
 TEXTS = ["The water has 21 degrees.", "Bring a coat.", "Stock markets fell sharply on Monday."]
-SHORT_LOAD = {"encserve bench": "encserve bench --seconds 0.2 --warmup-seconds 0.1"}
 # The changes of the code of each page. Pages without changes have no entry in this table.
 CHANGES = {
     "call-from-python": {" --target 10.0.0.7:50051 --ca ca.pem": ""},
     "embed-files": {"models/NAME": f"models/{MODEL}"},
-    "load-test": SHORT_LOAD,
+    "load-test": {"encserve bench": "encserve bench --concurrency 2 --seconds 2 --warmup-seconds 0.1"},
 }
 
 

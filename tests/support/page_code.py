@@ -84,7 +84,7 @@ class Reader:
             return
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", "-euc", "\n".join(lines)],
+            ["/bin/bash", "-euc", "\n".join(lines)],
             cwd=self._folder,
             env=clean_environment({"ENCSERVE_TARGET": self.target, "PATH": path}),
             capture_output=True,
