@@ -110,13 +110,13 @@ def test_four_readers_return_the_same_values(tiny: Path, tmp_path: Path, name: s
 
 
 def test_the_query_in_the_docs_works_with_rejected_rows(tiny: Path, tmp_path: Path) -> None:
-    """The query of docs/bulk.md works for a table that has a row without a vector."""
+    """The query of the tutorial works for a table that has a row without a vector."""
     corpus = tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(3), "text": [text(5, 6), None, text(7)]}), corpus)
     embed_files([corpus], tmp_path / "vectors", bundle=tiny, keep=["id"], kind="model")
     parquet.write_table(pa.table({"text": [text(7)]}), corpus)
     embed_files([corpus], tmp_path / "query", bundle=tiny, kind="model")
-    page = (Path(__file__).parents[2] / "docs" / "bulk.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/tutorials/corpus-to-duckdb.md").read_text()
     found = re.search(r'duckdb\.sql\("""(.*?)"""\)', page, re.DOTALL)
     assert found is not None
     query = found[1].replace("vectors/", f"{tmp_path}/vectors/").replace("query.parquet", f"{tmp_path}/query/*.parquet")

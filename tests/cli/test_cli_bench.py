@@ -27,7 +27,7 @@ from encserve_cli.load import generator
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
-DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
+DOCS = Path(__file__).parent.parent.parent / "docs/how-to/load-test.md"
 SECONDS = 1.0  # the duration of a load, which is long enough for some calls on a busy machine
 SHORT = ("--seconds", str(SECONDS), "--warmup-seconds", "0.1")
 
@@ -82,7 +82,7 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """docs/bench.md lists all fields. The figures agree with the server's metrics.
+    """docs/how-to/load-test.md lists all fields. The figures agree with the server's metrics.
 
     16 callers exceed the server's queue. Refused calls are counted by reason. The latencies do not include refused
     calls.

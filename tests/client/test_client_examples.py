@@ -172,10 +172,10 @@ def test_tls_and_key(tiny: Path, tmp_path: Path) -> None:
 def test_every_example_is_short_and_has_a_test_and_a_line_in_the_docs() -> None:
     names = {path.stem for path in FOLDER.glob("*.py")}
     assert names == {*OUTPUTS, "million_texts", "two_servers", "tls_and_key"}
-    page = (ROOT / "docs/client.md").read_text()
+    page = (ROOT / "docs/how-to/call-from-python.md").read_text()
     for name in names:
         assert len((FOLDER / f"{name}.py").read_text().splitlines()) < 20
-        assert f"(../clients/examples/python/{name}.py)" in page
+        assert f"(../../clients/examples/python/{name}.py)" in page
 
 
 def test_pyright_accepts_the_programs_and_the_interface() -> None:

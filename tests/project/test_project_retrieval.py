@@ -1,52 +1,51 @@
-"""Run the code of docs/retrieval.md. Each index must rank the texts like the client's function `rank`."""
+"""Run the tutorials about search from their own text. The folders of small models have the names of models on the hub.
+
+In the tutorial of late interaction and sparse search, each index must rank the texts like the client's function `rank`.
+"""
 
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from real_server import real_server
-from retrieval_models import DIRECTORIES
+from checkpoints import MODEL, export_minilm
+from page_code import reader
 from sentence_models import text_of
-from sparse_models import sparse_text, write_bge_m3, write_splade
+from sparse_models import sparse_text
+from zoo import Zoo
 
-from encserve_client import rank
-from encserve_export.cli import main
+from encserve_client import EncoderClient, SpaceError, rank
 
 pytestmark = pytest.mark.system
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
 # Each text has words from every model's vocabulary. The late-interaction model gives no vectors for the second text: it
 # skips all tokens of this text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
+PAGE_TEXTS = "'The Baltic has 18 degrees in July.' 'Stock markets fell sharply on Monday.' 'A kitten is napping.'"
+LATE, SPARSE = "answerdotai/answerai-colbert-small-v1", "ibm-granite/granite-embedding-30m-sparse"
+SMALL_MODELS = {LATE: "kept-in-documents", SPARSE: "sum-log1p", "BAAI/bge-m3": "bge-m3"}
 
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Run the page's code with small models. Yield the variables of the code while the server still runs."""
+    """Run the tutorial of late interaction with small models, and yield its variables while the last server runs.
+
+    The page's last server has BGE-M3 only.
+    """
     folder = tmp_path_factory.mktemp("search")
-    DIRECTORIES["kept-in-documents"](folder / "late")
-    write_splade(folder / "splade")
-    write_bge_m3(folder / "bge-m3")
-    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS))
-    for name in ("late", "splade", "bge-m3"):
-        made = CliRunner().invoke(main, ["hf", str(folder / name), "--model-repository", str(folder / "models")])
-        assert made.exit_code == 0, made.output
-    page = PAGE.read_text().replace("how warm is the sea?", QUESTION)
-    names: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch, real_server(folder / "models") as server:
-        patch.chdir(folder)
-        for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
-            exec(block.replace("localhost:50051", server.target), names)  # noqa: S102 - our own page
-        yield names
-        names["client"].close()
-        names["searcher"].close()
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    for hub_name, name in SMALL_MODELS.items():
+        owner, _, model = hub_name.partition("/")
+        zoo.export(name, folder / owner, model)
+    changes = {"how warm is the sea?": QUESTION, PAGE_TEXTS: " ".join(f"'{text}'" for text in TEXTS)}
+    with reader(folder) as page:
+        page.read("tutorials/late-interaction-and-sparse.md", changes)
+        yield page.names
+        page.names["client"].close()
 
 
 def best_ten(ranking: list[tuple[int, float]]) -> tuple[list[int], Any]:
@@ -61,9 +60,7 @@ def test_qdrant_ranks_as_rank_does(names: dict[str, Any]) -> None:
 
 
 def test_lancedb_ranks_as_rank_does(names: dict[str, Any]) -> None:
-    rows = names["rows"]
-    scores = tuple(len(names["query"]) - it["_distance"] for it in rows)
-    assert ([it["id"] for it in rows], scores) == best_ten(names["best"])
+    assert ([it["id"] for it in names["rows"]], tuple(names["scores"])) == best_ten(names["best"])
 
 
 def test_a_text_without_vectors_is_last_and_has_sparse_weights(names: dict[str, Any]) -> None:
@@ -84,3 +81,36 @@ def test_one_run_has_the_same_outputs_as_three_calls(names: dict[str, Any]) -> N
         np.testing.assert_allclose(one, its, atol=1e-5)
     for places, text in zip(late.token_indices(), sequences, strict=True):
         assert places.tolist() == list(range(1, text.token_count))  # the first token has no vector
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with all-MiniLM-L6-v2, named as on the hub."""
+    export_minilm(tmp_path / "sentence-transformers")
+    assert (tmp_path / "sentence-transformers" / MODEL).is_dir()
+    return tmp_path
+
+
+def test_semantic_search(folder: Path) -> None:
+    """The page prints what it says. A client that expects the space of another index gets an error."""
+    with reader(folder) as page:
+        page.read("tutorials/semantic-search.md")
+        made = page.names
+        best = rank(made["query"], made["documents"], made["model"])
+        found = made["qdrant"].query_points("texts", query=made["query"].tolist(), limit=10).points
+        assert ([it.id for it in found], tuple(it.score for it in found)) == best_ten(best)
+        np.testing.assert_array_equal(made["again"], made["query"])
+        with EncoderClient(page.target, expected_space_id="s3-other") as other, pytest.raises(SpaceError):
+            other.embed("a text")
+        for client in (made["client"], made["searcher"]):
+            client.close()
+
+
+def test_from_a_corpus_to_duckdb(folder: Path) -> None:
+    """The programs print what the page says, and the second run of the job makes only the new part."""
+    with reader(folder) as page:
+        page.read("tutorials/corpus-to-duckdb.md")
+    assert sorted(path.name for path in (folder / "vectors").glob("*.parquet")) == [
+        "part-00000-000000.parquet",
+        "part-00001-000000.parquet",
+    ]

@@ -1,4 +1,4 @@
-"""Runs the loads of `encserve bench`, and prints a table or JSON. docs/bench.md describes both."""
+"""Runs the loads of `encserve bench`, and prints a table or JSON. docs/how-to/load-test.md describes both."""
 
 import sys
 from collections.abc import Callable, Sequence
