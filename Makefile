@@ -126,9 +126,10 @@ bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw 
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
-docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md from the code.
+docs: $(VENV)/.installed  ## Regenerate the pages and tables of docs that the code has.
 	$(BIN)/python scripts/make_settings_page.py
 	$(BIN)/python scripts/make_metrics_page.py
+	$(BIN)/python scripts/make_http_page.py
 
 manifests: $(VENV)/.installed  ## Regenerate deploy/kubernetes/encserve.yaml from the Helm chart.
 	$(BIN)/python scripts/render_manifests.py

@@ -125,14 +125,17 @@ class Metrics:
         Gauge, "encserve_in_flight_limit_bytes", "Limit for encserve_in_flight_bytes (--max-in-flight-mib)."
     )
     refused = _Row(
-        Counter, "encserve_refused", "Requests answered with an error, by reason (docs/errors.md).", ("reason",)
+        Counter,
+        "encserve_refused",
+        "Requests answered with an error, by reason (docs/reference/errors.md).",
+        ("reason",),
     )
     caller_calls = _Row(
         Counter,
         "encserve_caller_calls",
-        "Calls by caller and outcome: OK, CANCELLED, DEADLINE_EXCEEDED, or the reason of an error (docs/errors.md). "
-        "Counted only if the server has keys or named callers. The label caller is empty for a refused caller, and if "
-        "the server has a single key.",
+        "Calls by caller and outcome: OK, CANCELLED, DEADLINE_EXCEEDED, or the reason of an error "
+        "(docs/reference/errors.md). Counted only if the server has keys or named callers. The label caller is empty "
+        "for a refused caller, and if the server has a single key.",
         ("caller", "outcome"),
     )
     caller_tokens = _Row(Counter, "encserve_caller_tokens", "Tokens of answered calls, by caller.", ("caller",))
