@@ -6,7 +6,7 @@ The tables replace the text between two comments in the page. The rest of the pa
 import argparse
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ ROUTES = """
 REQUESTS = """
 ## Fields of requests
 
-If a field has several meanings, the row names the routes of each meaning.
+If a field has several meanings, the table names the routes of each meaning.
 
 | field | type | meaning |
 |---|---|---|
@@ -36,7 +36,7 @@ If a field has several meanings, the row names the routes of each meaning.
 REPLIES = """
 ## Fields of replies
 
-`[]` stands for each element of a list.
+`[]` stands for each element of a list. If a reply is a list, its fields begin with `[]`.
 
 | field | type | meaning |
 |---|---|---|
@@ -47,13 +47,13 @@ Schema = Mapping[str, Any]
 Meaning = tuple[str, str]
 
 
-def page(text: str) -> str:
-    """Return the page with new tables. `text` is the page now.
+def page() -> str:
+    """Return the text of docs/reference/http.md with new tables.
 
     Raises:
         ValueError: The page lacks one of the two comments.
     """
-    before, begin, rest = text.partition(BEGIN)
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE} must have the lines {BEGIN.strip()} and {END.strip()}")
@@ -64,7 +64,7 @@ def document() -> dict[str, Any]:
     """Return the OpenAPI document of a server with the default settings."""
     with ThreadPoolExecutor(1) as pool:
         calls = Calls(Catalog(), MonotonicClock(), pool)
-        return document_of(routes(Host(calls, Settings(Path("models")), lambda: False, pool)))
+        return document_of(routes(Host(calls, Settings(model_repository=Path("models")), lambda: False, pool)))
 
 
 def tables(document: Mapping[str, Any]) -> str:
@@ -84,7 +84,7 @@ def tables(document: Mapping[str, Any]) -> str:
         cells = f"{it['summary']} {it['description']}".strip(), ", ".join(f"`{name}`" for name in names)
         rows[cells].append(f"`{method.upper()} {path}`")
     listed = "".join(_row("<br>".join(paths), *cells) for cells, paths in rows.items())
-    return ROUTES + listed + REQUESTS + _table(sent) + REPLIES + _table(returned)
+    return ROUTES + listed + REQUESTS + _table(sent) + REPLIES + _table(returned, with_routes=True)
 
 
 def _content(part: Mapping[str, Any]) -> Schema:
@@ -117,19 +117,22 @@ def _type(schema: Schema) -> str:
     if "$ref" in schema:
         return "object"
     if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        inner = _type(schema.get("items", {}))
+        return f"list of ({inner})" if " or " in inner else f"list of {inner}"
     return str(schema.get("type", "any"))
 
 
-def _table(fields: Mapping[str, Mapping[Meaning, list[str]]]) -> str:
-    rows = (_rows(name, meanings) for name, meanings in sorted(fields.items()))
+def _table(fields: Mapping[str, Mapping[Meaning, list[str]]], *, with_routes: bool = False) -> str:
+    """Return the rows of a table. A field has its routes if it has several meanings, or with `with_routes`."""
+    rows = (_rows(name, meanings, with_routes or len(meanings) > 1) for name, meanings in sorted(fields.items()))
     return "".join(itertools.chain.from_iterable(rows))
 
 
-def _rows(name: str, meanings: Mapping[Meaning, list[str]]) -> Iterable[str]:
+def _rows(name: str, meanings: Mapping[Meaning, list[str]], with_routes: bool) -> Iterator[str]:
     for meaning, paths in meanings.items():
-        where = "" if len(meanings) == 1 else "<br>" + ", ".join(f"`{path}`" for path in dict.fromkeys(paths))
-        yield _row(f"`{name}`{where}", *meaning)
+        shown = dict.fromkeys(path for path in paths if "{version}" not in path)
+        routes = "<br>" + ", ".join(f"`{path}`" for path in shown) if with_routes else ""
+        yield _row(f"`{name}`{routes}", *meaning)
 
 
 def _row(*cells: str) -> str:
@@ -140,4 +143,4 @@ def _row(*cells: str) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, default=PAGE)
-    parser.parse_args().file.write_text(page(PAGE.read_text()))
+    parser.parse_args().file.write_text(page())
