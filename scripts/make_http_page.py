@@ -22,7 +22,7 @@ from encserve_server.system.clock import MonotonicClock
 PAGE = Path(__file__).parent.parent / "docs/reference/http.md"
 BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->\n"
 ROUTES = """
-| route | what it does | fields of the request |
+| route | result | fields of the request |
 |---|---|---|
 """
 REQUESTS = """
@@ -88,7 +88,7 @@ def tables(document: Mapping[str, Any]) -> str:
 
 
 def _content(part: Mapping[str, Any]) -> Schema:
-    """Return the schema of a request body or of a reply; empty if there is no JSON."""
+    """Return the schema of a request body or of a reply. Bodies without JSON have an empty schema."""
     return part.get("content", {}).get("application/json", {}).get("schema", {})  # type: ignore[no-any-return]
 
 
