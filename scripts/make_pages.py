@@ -1,0 +1,16 @@
+"""Writes the pages of docs/reference that come from the code: commands, gRPC, metrics and settings."""
+
+import argparse
+from pathlib import Path
+
+from pages import cli, grpc, metrics, settings
+
+REFERENCE = Path(__file__).parent.parent / "docs/reference"
+PAGES = {"cli": cli.page, "grpc": grpc.page, "metrics": metrics.page, "settings": settings.page}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=REFERENCE, help="Default: docs/reference.")
+    folder = parser.parse_args().folder
+    for name, page in PAGES.items():
+        folder.joinpath(f"{name}.md").write_text(page(), encoding="utf-8")
