@@ -1,7 +1,7 @@
 """Checks the words and the length of sentences. `make lint` runs this script.
 
-The script reads the Markdown pages, the comments of the contracts, and in the product's Python files the docstrings, the
-help of options and the texts of raised errors. Code in these texts counts as one word.
+The script reads the Markdown pages and the comments of the contracts. In the product's Python files it reads the
+docstrings, the help of options and the texts of raised errors. Code in these texts counts as one word.
 """
 
 import argparse
@@ -24,27 +24,31 @@ FORMS = {
     r"\bwhat (?:is|was|are|has|have|can|cannot|makes?|waits?|comes?|goes|stands?|does|its|their|they|it)\b[^?]*$": (
         "name the thing instead of 'what …'"
     ),
-    r"\bthose (?:that|who|of|which)\b": "repeat the noun instead of 'those'",
+    r"\bthose (?:that|who|which)\b": "repeat the noun instead of 'those'",
     r"\bthe (?:one|ones) (?:that|of|which)\b": "repeat the noun instead of 'the one'",
     r"\bthe (?:latter|former)\b": "repeat the noun",
-    r"(?<!there )\b(?:is|are|was|be) (?:no|none|nobody)\b": "write 'is not a …' or 'has no …'",
+    r"(?<!there )\b(?:is|are|was|be) (?-i:no|none|nobody)\b(?! longer)": "write 'is not a …' or 'has no …'",
     r"\b(?:nobody|everybody|somebody|anybody|whoever|whatever)\b": "name the person or the thing",
-    r"\b(?:anew|mends?|mended|dear|reckon\w*|lest|beforehand|wherein|whence|for ever|be had|told apart)\b": (
-        "use a common word"
-    ),
-    r"\b(?:not any more|no longer)\b": "say what is true now, without history",
-    r"\bof (?:its|theirs|ours) own\b": "write 'its own …' or 'a separate …'",
+    r"\b(?:anew|mends?|mended|dear|reckon\w*|lest|beforehand|wherein|whence|be had|told apart)\b": "use a common word",
+    r"\bnot any more\b": "say what is true now, without history",
+    r"\bof (?:its|theirs|ours) own(?=\W*$|[,.;:)]| (?:and|for|in|on|or|so|that|to|with)\b)": "write 'its own …'",
     r"\bhas (?:it|them|the \w+) (?:be|do|go|made|done)\b": "use a verb with a subject",
 }
 _FORMS = {re.compile(pattern, re.I): advice for pattern, advice in FORMS.items()}
+_SHORTEST = 5  # words of a text that can have a wrong form; a shorter text is a label, such as the head of a column
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
-_INLINE_CODE = re.compile(r"``.+?``|`[^`]+`", re.S)
+# Code, and names in italics such as the title of a diagram. They count as one word.
+_NAME = re.compile(r"``.+?``|`[^`]+`|(?<![*\w])\*(?![*\s])[^*]+(?<!\s)\*(?![*\w])")
+# Code and numbers in a list, which count as one word too.
+_LIST = re.compile(r"(?:`…`|\d[\d.,]*)(?:,? (?:(?:and|or) )?(?:`…`|\d[\d.]*),?)+")
 _LINK = re.compile(r"!?\[([^][]*)\]\([^)]*\)")
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[^a-z])")
-_WORD = re.compile(r"[^\W_]")
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"')*_]*\s+")
+_WORD = re.compile(r"[^\W_]|`")
 # A line that begins a new text: a list item, a heading, a row of a table, or an entry of a docstring such as `Args`.
 _BEGIN = re.compile(r"\s*(?:[-*+] |\d+\. |#|\||>|\w+:$|\*{0,2}[\w.]+(?: \(.*\))?: )")
+_FENCE = ("```", "~~~")
+_CODE_INDENT = " " * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,11 @@ def problems_of(prose: Prose) -> Iterator[str]:
     """Yield a line for each problem of a text."""
     for sentence in _SENTENCE_END.split(prose.text):
         place = f"{prose.path}:{prose.line}"
-        words = sum(1 for word in sentence.split() if _WORD.search(word))
+        words = sum(1 for word in _LIST.sub("`…`", sentence).split() if _WORD.search(word))
         if words > LONGEST:
             yield f"{place}: {words} words in a sentence, at most {LONGEST}: {sentence}"
         for form, advice in _FORMS.items():
-            if found := form.search(sentence):
+            if words >= _SHORTEST and (found := form.search(sentence)):
                 yield f"{place}: {found[0]!r}: {advice}: {sentence}"
 
 
@@ -109,7 +113,7 @@ def _texts_of_code(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield docstrings, helps of options and texts of raised errors, each with its first line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, _without_examples(node.value.value)
+            yield node.lineno, node.value.value.replace("\n" + " " * node.col_offset, "\n")
         elif isinstance(node, ast.keyword) and node.arg in ("help", "short_help"):
             yield from _strings(node.value)
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -125,35 +129,33 @@ def _strings(node: ast.expr) -> Iterator[tuple[int, str]]:
         yield node.lineno, "".join(str(it.value) if isinstance(it, ast.Constant) else "`x`" for it in node.values)
 
 
-def _without_examples(docstring: str) -> str:
-    r"""Remove blocks that are indented like code, and blocks after `\b`, whose lines click keeps."""
-    blocks = re.split(r"(\n\s*\n)", docstring)
-    return "".join("\n" * it.count("\n") if "\b" in it or _is_code(it) else it for it in blocks)
-
-
-def _is_code(block: str) -> bool:
-    return bool(re.match(r"( {4})+ {0,3}(?:\w+ = |\w+\(|with |async |for |from |import |>>> )", block))
-
-
 def _paragraphs(path: Path, line: int, text: str) -> Iterator[Prose]:
-    """Yield the paragraphs, list items and cells of a text. Fenced code and indented code are left out."""
+    """Yield the paragraphs, list items and cells of a text."""
     words: list[str] = []
     start = line
-    is_fenced = False
-    for number, content in enumerate([*text.split("\n"), ""], line):
-        if content.lstrip().startswith(("```", "~~~")):
-            is_fenced = not is_fenced
-        begins = not content.strip() or is_fenced or _BEGIN.match(content)
-        if begins and words:
+    for number, content in enumerate([*_without_code(text), ""], line):
+        if words and (not content or _BEGIN.match(content)):
             yield from _cells(path, start, " ".join(words))
             words = []
-        if content.strip() and not is_fenced and not content.lstrip().startswith(("```", "~~~", ":::")):
+        if content:
             start = start if words else number
             words.append(content.strip())
 
 
+def _without_code(text: str) -> Iterator[str]:
+    r"""Yield the lines of a text. Yield blank lines for fenced code, for blocks that are indented, and after `\b`."""
+    is_fenced = is_block = False
+    before = ""
+    for line in map(str.rstrip, text.split("\n")):
+        is_fence = line.lstrip().startswith(_FENCE)
+        is_fenced ^= is_fence
+        is_block = bool(line) and (is_block or line == "\b" or (not before and line.startswith(_CODE_INDENT)))
+        yield "" if is_fenced or is_fence or is_block or line.startswith(":::") else line
+        before = line
+
+
 def _cells(path: Path, line: int, text: str) -> Iterator[Prose]:
-    text = _LINK.sub(r"\1", _INLINE_CODE.sub("code", text)).lstrip("#>-*+ ")
+    text = _LINK.sub(r"\1", _NAME.sub("`…`", text)).lstrip("#>-*+ ")
     for cell in re.split(r"(?<!\\)\||<br>", text) if text.startswith("|") else [text]:
         yield Prose(path, line, cell.strip())
 
