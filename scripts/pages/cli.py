@@ -1,4 +1,4 @@
-"""The page of the commands `encserve`, `encserve-server` and `encserve-export`, from their help."""
+"""Makes the page of the commands `encserve`, `encserve-server` and `encserve-export`, from their help."""
 
 import dataclasses
 import inspect
@@ -21,12 +21,13 @@ option names an environment variable, the variable sets the option. The option b
 """
 CONNECTION_NOTE = "The [connection options](#connection-options) apply too.\n"
 SETTINGS_NOTE = "Every flag of [Settings](settings.md) is an option too.\n"
+DEFAULTS_NOTE = "[Serve a model](../how-to/serve.md) has the defaults that differ.\n"
 OPTIONS = """
 | option | meaning |
 |---|---|
 """
 PROGRAMS = {"encserve": encserve, "encserve-server": encserve_server, "encserve-export": encserve_export}
-SETTINGS = {field.name for field in dataclasses.fields(Settings)}
+SETTINGS = {field.name for field in dataclasses.fields(Settings) if not field.metadata.get("is_secret")}
 
 
 def page() -> str:
@@ -51,11 +52,13 @@ def _described(command: click.Command, context: click.Context) -> Iterator[str]:
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     """Yield the table of the options. Settings and connection options have one table for all commands."""
-    own, connection = [], []
-    options = [it for it in command.params if isinstance(it, click.Option) and "--version" not in it.opts]
-    for option in options:
+    own: list[tuple[str, str]] = []
+    connection: list[tuple[str, str]] = []
+    options = {it.name: it for it in command.params if isinstance(it, click.Option)}
+    has_settings = options.keys() >= SETTINGS
+    for name, option in options.items():
         record = option.get_help_record(context)
-        if record is not None and option.name not in SETTINGS:
+        if record is not None and not option.is_eager and not (has_settings and name in SETTINGS):
             (connection if getattr(option, "section", "") == CONNECTION else own).append(record)
     if own:
         yield _table(own)
@@ -63,8 +66,9 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
         yield "\n### Connection options\n" + _table(connection)
     elif connection:
         yield "\n" + CONNECTION_NOTE
-    if SETTINGS.intersection(it.name for it in options):
+    if has_settings:
         yield "\n" + SETTINGS_NOTE
+        yield DEFAULTS_NOTE if command is encserve.commands["serve"] else ""
 
 
 def _table(records: Iterable[tuple[str, str]]) -> str:
@@ -73,7 +77,9 @@ def _table(records: Iterable[tuple[str, str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|").replace("<", "&lt;")
+    text = re.sub(r"([\d.]+)<=x<=([\d.]+)", r"\1 to \2", text)
+    text = re.sub(r"x>=([\d.]+)", r"at least \1", text)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _markdown(text: str) -> str:

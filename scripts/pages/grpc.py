@@ -1,4 +1,4 @@
-"""The page of the gRPC service, from the descriptors and comments of encoder.proto."""
+"""Makes the page of the gRPC service, from the descriptors and comments of encoder.proto."""
 
 import re
 import subprocess
@@ -21,9 +21,10 @@ FILE = "encserve/v1/encoder.proto"
 HEAD = f"""\
 # gRPC
 
-Every method, message and field of the service `encserve.v1.EncoderService`, written from `proto/{FILE}` by `make docs`.
-[Other languages](../how-to/other-languages.md) shows how to make a client. [Errors](errors.md) lists the reasons of
-errors, and [Limits](limits.md) the limits. If no default is given, the default is zero, empty or false.
+Every method, message and field of the service `encserve.v1.EncoderService`, written from
+`proto/{FILE}` by `make docs`. [Other languages](../how-to/other-languages.md) shows how to make a client.
+[Errors](errors.md) lists the reasons of errors, and [Limits](limits.md) the limits. If a field has no default here, the
+default is zero, empty or false.
 """
 METHODS = """
 | method | request | reply |
@@ -98,7 +99,11 @@ def _message(message: DescriptorProto, place: Place, comments: Mapping[Place, st
         yield FIELDS
     for index, field in enumerate(message.field):
         comment = comments[*place, DescriptorProto.FIELD_FIELD_NUMBER, index]
-        yield _row(f"`{field.name}`", _type(field, message, entries), _cell(comment))
+        yield _row(f"`{field.name}`", _type(field, message, entries), _meaning(field.name, comment))
+    for index, oneof in enumerate(message.oneof_decl):
+        rule = comments.get((*place, DescriptorProto.ONEOF_DECL_FIELD_NUMBER, index))
+        if rule is not None:  # an `optional` field has a oneof without a comment
+            yield f"\n`{oneof.name}`: {_meaning(oneof.name, rule)}\n"
 
 
 def _type(field: FieldDescriptorProto, message: DescriptorProto, entries: Mapping[str, DescriptorProto]) -> str:
@@ -119,7 +124,7 @@ def _enum(enum: EnumDescriptorProto, place: Place, comments: Mapping[Place, str]
     yield f"\n### {enum.name}\n\n{_paragraphs(comments[place])}\n{VALUES}"
     for index, value in enumerate(enum.value):
         comment = comments[*place, EnumDescriptorProto.VALUE_FIELD_NUMBER, index]
-        yield _row(f"`{value.name}`", str(value.number), _cell(comment))
+        yield _row(f"`{value.name}`", str(value.number), _meaning(value.name, comment))
 
 
 def _link(type_name: str) -> str:
@@ -132,8 +137,10 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _cell(comment: str) -> str:
-    return _escaped(" ".join(comment.split())).replace("|", "\\|")
+def _meaning(name: str, comment: str) -> str:
+    """Return a comment as a cell of a table, without "NAME is" at the start."""
+    text = re.sub(rf"^{name} (?:is|are|means) ", "", " ".join(comment.split()))
+    return _escaped(text[:1].upper() + text[1:] if not text.startswith(name) else text).replace("|", "\\|")
 
 
 def _paragraphs(comment: str) -> str:

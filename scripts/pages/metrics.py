@@ -1,4 +1,4 @@
-"""The page of the metrics that the server registers."""
+"""Makes the page of the metrics that the server registers."""
 
 from collections.abc import Iterable
 

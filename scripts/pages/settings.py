@@ -1,4 +1,4 @@
-"""The page of the settings, from the fields of the server's `Settings`."""
+"""Makes the page of the settings, from the fields of the server's `Settings`."""
 
 import dataclasses
 import types
