@@ -130,8 +130,9 @@ bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw 
 docs: $(VENV)/.installed  ## Regenerate the pages of docs/reference that come from the code.
 	$(BIN)/python scripts/make_pages.py
 
-site: $(VENV)/.installed  ## Build the site of docs/ into build/site; open build/site/index.html.
-	$(BIN)/python -m mkdocs build --strict
+site: $(VENV)/.installed  ## Build the site of docs/ into build/site; `python -m http.server -d build/site` shows it.
+	# The variable silences an advertisement of mkdocs-material for another program.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 manifests: $(VENV)/.installed  ## Regenerate deploy/kubernetes/encserve.yaml from the Helm chart.
 	$(BIN)/python scripts/render_manifests.py
