@@ -104,12 +104,20 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", printed, flags=re.M))
 
 
+def flags_of_tei() -> set[str]:
+    """Return the flags of text-embeddings-inference: the first column of the tables for a migration."""
+    cells = re.findall(r"^\|([^|]*)\|", PAGES["docs/how-to/migrate-from-tei.md"], flags=re.M)
+    return set(re.findall(r"--[a-z-]+", " ".join(cells)))
+
+
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # the changelog may name removed commands
 def test_commands_flags_and_paths_exist(page: str) -> None:
     targets = make_targets()
-    known = OTHER_FLAGS.union(*map(flags, (client, exporter, server)))
+    known = OTHER_FLAGS.union(flags_of_tei(), *map(flags, (client, exporter, server)))
+    for block in re.findall(r"^```.*?^```", PAGES[page], flags=re.M | re.S):
+        assert targets.issuperset(re.findall(r"^make ([a-z-]+)", block, flags=re.M)), block
     for line in PAGES[page].splitlines():
-        for target in re.findall(r"(?:`|^)make ([a-z-]+)", line):
+        for target in re.findall(r"`make ([a-z-]+)", line):
             assert target in targets, line
         for program, name in re.findall(r"(?:`|\$ |^(?=encserve-))(encserve|encserve-export) ([a-z]+)", line):
             assert name in (client if program == "encserve" else exporter).commands, line
