@@ -6,6 +6,7 @@ docstrings, the help of options and the texts of raised errors. Code in these te
 
 import argparse
 import ast
+import os
 import re
 import sys
 from collections import Counter
@@ -81,7 +82,7 @@ def files() -> list[Path]:
     """Return the files whose words are checked."""
     found = [path for pattern in PAGES for path in ROOT.glob(pattern)]
     found += [path for folder in CODE for path in ROOT.joinpath(folder).rglob("*.py") if "_pb2" not in path.name]
-    return [path.relative_to(Path.cwd()) for path in sorted({*found, *ROOT.glob(CONTRACTS)})]
+    return [Path(os.path.relpath(path)) for path in sorted({*found, *ROOT.glob(CONTRACTS)})]
 
 
 def problems_of(prose: Prose) -> Iterator[str]:

@@ -157,9 +157,9 @@ class Metrics:
     stage_seconds = _Row(
         Histogram,
         "encserve_stage_seconds",
-        "Time by stage. tokenize: the texts of a request. queue: the wait of a sequence for its batch. collate: padding "
-        "a batch. compute: running the model. split: checking and pooling the rows. encode: building a reply. inspect: "
-        "running an inspection.",
+        "Time by stage. tokenize: the texts of a request. queue: the wait of a sequence for its batch. collate: "
+        "padding a batch. compute: running the model. split: checking and pooling the rows. encode: building a reply. "
+        "inspect: running an inspection.",
         (*_MODEL, "stage"),
         SECONDS_BUCKETS,
     )
