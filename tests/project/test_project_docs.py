@@ -152,7 +152,7 @@ def test_a_link_in_the_site_stays_a_link_only_if_its_target_is_in_the_site() -> 
 @pytest.mark.system
 def test_the_site(tmp_path: Path) -> None:
     """The site is built without a warning, and has every page, the search index and the signatures of the client."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path]
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert built.returncode == 0, built.stderr
     for page in PAGES.keys() - {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}:
