@@ -1,13 +1,13 @@
-"""Writes the pages of docs/reference that come from the code: commands, gRPC, metrics and settings."""
+"""Writes the pages of docs/reference that come from the code: commands, gRPC, HTTP, metrics and settings."""
 
 import argparse
 import re
 from pathlib import Path
 
-from pages import cli, grpc, metrics, settings
+from pages import cli, grpc, http, metrics, settings
 
 REFERENCE = Path(__file__).parent.parent / "docs/reference"
-PAGES = {"cli": cli.page, "grpc": grpc.page, "metrics": metrics.page, "settings": settings.page}
+PAGES = {"cli": cli.page, "grpc": grpc.page, "http": http.page, "metrics": metrics.page, "settings": settings.page}
 
 
 def text_of(name: str) -> str:

@@ -1,9 +1,8 @@
-"""Writes the tables of routes and fields in docs/reference/http.md from the server's OpenAPI document.
+"""Makes the tables of routes and fields in docs/reference/http.md from the server's OpenAPI document.
 
 The tables replace the text between two comments in the page. The rest of the page is written by hand.
 """
 
-import argparse
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from encserve_server.protocols.over_http import routes
 from encserve_server.settings import Settings
 from encserve_server.system.clock import MonotonicClock
 
-PAGE = Path(__file__).parent.parent / "docs/reference/http.md"
+PAGE = Path(__file__).parent.parent.parent / "docs/reference/http.md"
 BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->\n"
 ROUTES = """
 | route | result | fields of the request |
@@ -138,9 +137,3 @@ def _rows(name: str, meanings: Mapping[Meaning, list[str]], with_routes: bool) -
 def _row(*cells: str) -> str:
     escaped = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(escaped)} |\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
-    parser.parse_args().file.write_text(page())
