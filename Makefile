@@ -30,7 +30,7 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-scaling docs manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-scaling docs site manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -73,10 +73,11 @@ test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedu
 $(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed
 	$(BIN)/python -m pytest -q --tier $(TIER) tests/$*
 
-lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles  ## Check style, formatting, imports, the contracts and Dockerfiles.
+lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles  ## Check style, formatting, imports, words, the contracts and Dockerfiles.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py
 
 $(STAMPS)/contracts: $(VENV)/.installed $(PROTO_FILES)
 	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against contract.binpb
@@ -126,9 +127,12 @@ bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw 
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
-docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md from the code.
-	$(BIN)/python scripts/make_settings_page.py
-	$(BIN)/python scripts/make_metrics_page.py
+docs: $(VENV)/.installed  ## Regenerate the pages of docs/reference that come from the code.
+	$(BIN)/python scripts/make_pages.py
+
+site: $(VENV)/.installed  ## Build the site of docs/ into build/site; `python -m http.server -d build/site` shows it.
+	# The variable silences an advertisement of mkdocs-material for another program.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 manifests: $(VENV)/.installed  ## Regenerate deploy/kubernetes/encserve.yaml from the Helm chart.
 	$(BIN)/python scripts/render_manifests.py

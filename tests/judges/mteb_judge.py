@@ -1,9 +1,9 @@
-"""Runs the MTEB code of docs/http.md on a small task that needs no download.
+"""Runs the MTEB code of docs/how-to/http-clients.md on a small task that needs no download.
 
 The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment of the requirements file mteb.txt. REQUESTS
 is a JSON file with `pairs`. A pair is two texts and the similarity of the texts. Each BLOCK is a file with a code block
-of docs/http.md. The code block reads the variable `tasks` and sets the variable `results`. The program prints the
-scores of all blocks as JSON.
+of docs/how-to/http-clients.md. The code block reads the variable `tasks` and sets the variable `results`. The program
+prints the scores of all blocks as JSON.
 """
 
 import json

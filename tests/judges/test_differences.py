@@ -1,6 +1,6 @@
 """Tests the requests that our server answers differently from vLLM or infinity.
 
-The requests come from the tests of vLLM and infinity. docs/http.md lists the differences.
+The requests come from the tests of vLLM and infinity. docs/reference/http.md lists the differences.
 tests/server/test_server_http*.py test the requests that all three servers answer in the same way.
 """
 
@@ -17,8 +17,8 @@ LONG_TEXT = " ".join(["river"] * 2000)
 MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
 VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
 Case = tuple[str, dict[str, Any], int, str]
-# For each row of the table "Differences" in docs/http.md: the text of the first column, and the cases. A case is the
-# route, the body, the expected status, and a part of the expected reply.
+# For each row of the table "Differences" in docs/reference/http.md: the text of the first column, and the cases. A case
+# is the route, the body, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
     "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],
@@ -76,7 +76,7 @@ def test_the_replies_are_as_documented(minilm: RealServer, cases: list[Case]) ->
 
 
 def test_the_table_in_the_docs_has_these_rows() -> None:
-    page = (ROOT / "docs/http.md").read_text()
+    page = (ROOT / "docs/reference/http.md").read_text()
     section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == list(DIFFERENCES)

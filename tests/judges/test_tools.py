@@ -1,4 +1,6 @@
-"""The code for other tools in docs/http.md and docs/open-inference.md returns the same vectors as our client.
+"""The code for other tools in the docs returns the same vectors as our client.
+
+The pages are docs/how-to/http-clients.md and docs/how-to/kserve-and-triton.md.
 
 The model is a small BERT with a real tokenizer. So 1,000 documents of 2,000 characters are embedded in a short time.
 """
@@ -27,8 +29,9 @@ from encserve_export import Target, export_hf
 pytestmark = pytest.mark.timeout(900)  # the first run installs the tools
 
 Array = npt.NDArray[Any]
-PAGE = ROOT / "docs/http.md"
-# For each heading in the section Tools of docs/http.md: the virtual environment that runs the code.
+CLIENTS = ROOT / "docs/how-to/http-clients.md"
+OPEN_INFERENCE_CLIENTS = ROOT / "docs/how-to/kserve-and-triton.md"
+# For each tool, which is a heading of a page: the virtual environment that runs the code.
 ENVIRONMENTS = {
     "openai": "clients",
     "LangChain": "clients",
@@ -69,11 +72,20 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """Return the (language, text) of each code block, by tool, from the section Tools of docs/http.md."""
-    (section,) = re.findall(r"^## Tools\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)[1:]
+    """Return the (language, text) of each code block that sends `texts` over HTTP, by tool."""
+    parts = re.split(r"^## (.+)\n", CLIENTS.read_text(), flags=re.MULTILINE)[1:]
+    parts += re.split(r"^### (.+)\n", section("Over HTTP"), flags=re.MULTILINE)[1:]
     block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    return {tool: block.findall(part) for tool, part in zip(parts[::2], parts[1::2], strict=True)}
+    found = {tool: block.findall(part) for tool, part in zip(parts[::2], parts[1::2], strict=True)}
+    return {tool: blocks for tool, blocks in found.items() if blocks}
+
+
+def section(heading: str) -> str:
+    """Return a section of docs/how-to/kserve-and-triton.md."""
+    (text,) = re.findall(
+        rf"^## {heading}\n(.*?)^## ", OPEN_INFERENCE_CLIENTS.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    return str(text)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +134,7 @@ def assert_same(got: Array, want: Array, lines: str) -> None:
         assert got.astype(np.float32).tobytes() == want.tobytes()
 
 
-def test_every_tool_of_the_page_is_tested() -> None:
+def test_every_tool_of_the_pages_is_tested() -> None:
     assert blocks_by_tool().keys() == {*ENVIRONMENTS, "MTEB"}
 
 
@@ -145,14 +157,13 @@ def test_python_tools(
 
 
 def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:
-    """The two code blocks of docs/open-inference.md return the same vectors as our client.
+    """The two code blocks for gRPC return the same vectors as our client.
 
     The blocks run in two virtual environments, because tritonclient and kserve conflict. The code contains the first
     two texts of TEXTS.
     """
-    page = (ROOT / "docs/open-inference.md").read_text()
     file, want = requests[False]
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", section("Over gRPC"), re.DOTALL | re.MULTILINE)
     for environment, lines in zip(("clients", "gateways"), blocks, strict=True):
         path = tmp_path / f"{environment}.py"
         path.write_text(with_ports(lines, server))

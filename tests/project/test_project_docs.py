@@ -1,4 +1,4 @@
-"""Tests that the docs agree with the code: links, commands, flags, paths, tables and generated pages."""
+"""Tests that the docs agree with the code: links, commands, flags, paths, tables, generated pages and the site."""
 
 import functools
 import itertools
@@ -8,10 +8,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
+import make_pages
 import pytest
+import site_hooks
 
+import encserve_cli.job
+import encserve_client
+import encserve_export
+import encserve_server.offline
 from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
 from encserve_export.models.own.layouts import known_layouts
@@ -21,8 +28,13 @@ from encserve_server.errors import CALLER_ERRORS, EmptyInputs, EncserveError, Un
 from encserve_server.statuses import UNKNOWN, Status
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
+# Pages without a limit of words. Readers look things up in these pages.
+REFERENCE = {page for page in PAGES if page.startswith("docs/reference/")}
+LONG = REFERENCE | {"docs/explanation/decisions.md", "CHANGELOG.md"}
+# The packages of the Python API. `__all__` of each package lists its public names.
+PACKAGES = (encserve_client, encserve_export, encserve_server.offline, encserve_cli.job)
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 # The docs may also mention flags of docker compose, of the Makefile and of the programs in bench/.
 OTHERS = " ".join(path.read_text() for path in (*ROOT.glob("bench/**/*.py"), ROOT / "Makefile"))
@@ -37,12 +49,14 @@ def slugs(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def table_under(page: str, heading: str) -> dict[str, list[str]]:
-    """Return the rows of the first table under a heading, without backticks. The key of a row is the first cell."""
-    section = re.split(rf"^#+ {heading}$", PAGES[page], flags=re.M)[1]
-    table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
-    lines = list(itertools.takewhile(lambda line: line.startswith("|"), table))
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
+def table_of(*head: str) -> dict[str, list[str]]:
+    """Return the rows of the one table whose head begins with these cells. The key of a row is the first cell."""
+    found = [
+        text.split(f"| {' | '.join(head)} |", 1)[1] for text in PAGES.values() if f"| {' | '.join(head)} |" in text
+    ]
+    (after,) = found
+    lines = itertools.takewhile(lambda line: line.startswith("|"), after.splitlines()[1:])
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in itertools.islice(lines, 1, None)]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -61,8 +75,15 @@ def test_links_and_anchors_exist(page: str) -> None:
         assert not anchor or anchor in slugs(target.read_text()), f"{path}#{anchor}"
 
 
-def test_the_readme_links_every_page() -> None:
-    assert [page for page in PAGES if page != "README.md" and f"]({page})" not in PAGES["README.md"]] == []
+def test_every_page_is_in_the_navigation_once() -> None:
+    named = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+    own = {page: name for name, page in site_hooks.PAGES.items() if page.startswith("project/")}
+    assert sorted(own.get(page, f"docs/{page}") for page in named) == sorted(PAGES.keys() - {"README.md"})
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - LONG))
+def test_pages_are_short(page: str) -> None:
+    assert len(PAGES[page].split()) <= 1500
 
 
 @EVERY_PAGE
@@ -72,7 +93,7 @@ def test_install_lines_name_extras(page: str) -> None:
 
 
 def test_length_of_readme() -> None:
-    assert PAGES["README.md"].count("\n") <= 200
+    assert PAGES["README.md"].count("\n") <= 150
 
 
 @functools.cache
@@ -83,12 +104,20 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", printed, flags=re.M))
 
 
+def flags_of_tei() -> set[str]:
+    """Return the flags of text-embeddings-inference: the first column of the tables for a migration."""
+    cells = re.findall(r"^\|([^|]*)\|", PAGES["docs/how-to/migrate-from-tei.md"], flags=re.M)
+    return set(re.findall(r"--[a-z-]+", " ".join(cells)))
+
+
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))  # the changelog may name removed commands
 def test_commands_flags_and_paths_exist(page: str) -> None:
     targets = make_targets()
-    known = OTHER_FLAGS.union(*map(flags, (client, exporter, server)))
+    known = OTHER_FLAGS.union(flags_of_tei(), *map(flags, (client, exporter, server)))
+    for block in re.findall(r"^```.*?^```", PAGES[page], flags=re.M | re.S):
+        assert targets.issuperset(re.findall(r"^make ([a-z-]+)", block, flags=re.M)), block
     for line in PAGES[page].splitlines():
-        for target in re.findall(r"(?:`|^)make ([a-z-]+)", line):
+        for target in re.findall(r"`make ([a-z-]+)", line):
             assert target in targets, line
         for program, name in re.findall(r"(?:`|\$ |^(?=encserve-))(encserve|encserve-export) ([a-z]+)", line):
             assert name in (client if program == "encserve" else exporter).commands, line
@@ -98,21 +127,48 @@ def test_commands_flags_and_paths_exist(page: str) -> None:
             assert any(commit in line for commit in REMOVED) or any(ROOT.glob(f"{path}*")), line
 
 
-@pytest.mark.parametrize("page", ["settings", "metrics"])
-def test_generated_pages_are_current(page: str, tmp_path: Path) -> None:
-    made = tmp_path / f"{page}.md"
-    subprocess.run([sys.executable, ROOT / f"scripts/make_{page}_page.py", made], check=True, timeout=60)
-    assert made.read_text() == PAGES[f"docs/{page}.md"], "run `make docs`"
+@pytest.mark.parametrize("page", make_pages.PAGES)
+def test_generated_pages_are_current(page: str) -> None:
+    assert make_pages.text_of(page) == PAGES[f"docs/reference/{page}.md"], "run `make docs`"
+
+
+def test_the_python_api_has_every_public_name() -> None:
+    page = PAGES["docs/reference/python-api.md"]
+    public = [f"{package.__name__}.{name}" for package in PACKAGES for name in package.__all__]
+    assert sorted(re.findall(r"^::: (.*)$", page, flags=re.M)) == sorted(public)
+    listed = sorted(re.findall(r"^- `(\w+)`: ", page, flags=re.M))
+    assert listed == sorted(name.rpartition(".")[2] for name in public)
+
+
+def test_a_link_in_the_site_stays_a_link_only_if_its_target_is_in_the_site() -> None:
+    text = (
+        "[a](../how-to/serve.md#x) [b](../../README.md) [`c`](../../scripts/demo.py) `[d](../../e.py)` [f](https://g)"
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="reference/limits.md"))
+    expected = "[a](../how-to/serve.md#x) [b](../index.md) `c` `[d](../../e.py)` [f](https://g)"
+    assert site_hooks.on_page_markdown(text, page=page, config=None, files=None) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.system
+def test_the_site(tmp_path: Path) -> None:
+    """The site is built without a warning, and has every page, the search index and the signatures of the client."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert built.returncode == 0, built.stderr
+    for page in PAGES.keys() - {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}:
+        assert tmp_path.joinpath(page.removeprefix("docs/")).with_suffix(".html").is_file(), page
+    assert tmp_path.joinpath("search/search_index.json").is_file()
+    assert 'id="encserve_client.EncoderClient.embed"' in tmp_path.joinpath("reference/python-api.html").read_text()
 
 
 def test_the_layouts_table() -> None:
-    rows = table_under("docs/models.md", "A state dict")
+    rows = table_of("layout", "what it is", "recognised by")
     assert rows == {name: [layout.summary, layout.marker] for name, layout in known_layouts().items()}
 
 
 def test_the_table_of_shares() -> None:
-    """docs/architecture.md has the numbers of the module `ledger`."""
-    table = ROOT.joinpath("docs/architecture.md").read_text()
+    """docs/explanation/overload.md has the numbers of the module `ledger`."""
+    table = PAGES["docs/explanation/overload.md"]
     table = table[table.index("## What bounds a caller") : table.index("| a caller can make large |")]
     rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}
     share, large = ledger._SHARE, ledger._LARGE_SHARE
@@ -127,8 +183,8 @@ def test_the_table_of_shares() -> None:
 
 
 def test_the_errors_table() -> None:
-    """The table in docs/errors.md has every error reason, with its gRPC status and its HTTP statuses."""
-    documented = {reason: tuple(row[:2]) for reason, row in table_under("docs/errors.md", "Errors").items()}
+    """The table of errors has every error reason, with its gRPC status and its HTTP statuses."""
+    documented = {reason: tuple(row[:2]) for reason, row in table_of("reason", "status code", "HTTP").items()}
     own = {error.reason: status for error, status in CALLER_ERRORS.items() if error not in (EmptyInputs, UnknownField)}
 
     def row(status: Status) -> tuple[str, str]:

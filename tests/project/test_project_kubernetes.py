@@ -523,7 +523,7 @@ def test_the_serving_runtime() -> None:
 
 
 def test_the_http_settings_in_the_docs() -> None:
-    page = (ROOT / "docs/open-inference.md").read_text()
+    page = (ROOT / "docs/how-to/kserve-and-triton.md").read_text()
     (lines,) = re.findall(r"^```yaml\n(metadata:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     shown, container = yaml.safe_load(lines), container_of(RUNTIME)
     both = container | container_of(shown) | {"args": container["args"] + container_of(shown)["args"]}

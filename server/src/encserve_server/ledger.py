@@ -107,8 +107,8 @@ class ByteBudget(Pool):
         share = _SHARE if own + size <= SMALL_BYTES else _LARGE_SHARE
         if self.held > own and not self.has_room(account, size, share):
             raise BudgetFull(
-                f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib); "
-                f"this caller holds {self.held_by(account)} bytes and may hold {share} times the free bytes; this "
+                f"requests and replies in flight hold {self.held} of at most {self.limit} bytes (max_in_flight_mib). "
+                f"This caller holds {self.held_by(account)} bytes and may hold {share} times the free bytes. This "
                 f"call needs {size} more",
                 RETRY_SECONDS,
             )

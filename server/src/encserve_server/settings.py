@@ -122,7 +122,8 @@ class Settings:
     http_port: int | None = _setting(
         None,
         "Port for embeddings over HTTP, for example with the API of OpenAI or text-embeddings-inference "
-        "(docs/http.md); 0 means a free port. Needs encserve[http]. encserve-server has no HTTP port by default.",
+        "(docs/reference/http.md); 0 means a free port. Needs encserve[http]. encserve-server has no HTTP port by "
+        "default.",
         minimum=0,
         maximum=65535,
         section="Options",

@@ -1,8 +1,11 @@
 """Writes the heads of a model as ONNX. A head computes the final vectors or scores from the encoder's output.
 
-A bundle may have four heads: the modules after pooling, the modules that compute MaxSim vectors, the modules that
-compute sparse weights over the vocabulary, and the modules that compute the logits of labels. MaxSim compares two texts
-by several vectors per text.
+A bundle may have four heads:
+
+- the modules after pooling,
+- the modules that compute vectors for MaxSim, which compares two texts by several vectors per text,
+- the modules that compute sparse weights over the vocabulary,
+- the modules that compute the logits of labels.
 """
 
 import contextlib

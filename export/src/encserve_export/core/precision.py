@@ -36,8 +36,8 @@ class Bounds:
     Attributes:
         error: The largest ‖got - want‖/‖want‖ of a row against PyTorch in float64; None if cosine similarities are
             limited.
-        padding_error: The largest ‖got - want‖/‖want‖ between two rows of ONNX Runtime: `got` is a row in a padded
-            batch, and `want` is the same row if the sequence is computed alone.
+        padding_error: The largest ‖got - want‖/‖want‖ between two rows of ONNX Runtime. `got` is a row in a padded
+            batch. `want` is the same row if the sequence is computed alone.
         cosine: The least cosine similarity to PyTorch's row; None if errors are limited.
         padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
         maxsim_error: The largest difference between a MaxSim score and the score of sentence-transformers, divided by

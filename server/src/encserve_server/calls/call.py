@@ -1,14 +1,16 @@
 """One call of any protocol, from its arrival until its reply is sent.
 
-method = Method(…)                                     created once for each RPC or route
-call = calls.begin(method, metadata, deadline)
-with call:                                             an error in the block is stored as `call.failure`
-    call.accept()
-    call.hold(len(data))
-    model = call.resolve(count, name, version)
-    answer = await call.encode(model, EncodeCall(…), build)
-…                                                      send the answer or `call.failure`
-call.release()                                         after the reply has been sent
+Every protocol uses a call in this way:
+
+    method = Method(…)                                     created once for each RPC or route
+    call = calls.begin(method, metadata, deadline)
+    with call:                                             an error in the block is stored as `call.failure`
+        call.accept()
+        call.hold(len(data))
+        model = call.resolve(count, name, version)
+        answer = await call.encode(model, EncodeCall(…), build)
+    …                                                      send the answer or `call.failure`
+    call.release()                                         after the reply has been sent
 """
 
 import asyncio

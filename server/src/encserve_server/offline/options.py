@@ -34,7 +34,7 @@ OutputName = Literal[
 
 
 class LoadOptions(TypedDict, total=False):
-    """Settings with the same meaning and defaults as the server's settings; see docs/settings.md."""
+    """Settings with the same meaning and defaults as the server's settings; see docs/reference/settings.md."""
 
     engine: Literal["onnxruntime", "openvino"]
     precision: Literal["model", "float32", "bfloat16"]

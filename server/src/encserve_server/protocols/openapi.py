@@ -87,8 +87,8 @@ def document_of(routes: Sequence[Route]) -> dict[str, Any]:
         "info": {
             "title": "encserve",
             "version": __version__,
-            "description": "Computes vectors of texts, with the protocols of several servers. See docs/http.md for "
-            "limits and more examples.",
+            "description": "Computes vectors of texts, with the protocols of several servers. More is in "
+            "docs/reference/http.md.",
         },
         "paths": paths,
         "components": {"schemas": components},
@@ -125,7 +125,10 @@ def _response(description: str, schema: Any, kind: Any) -> dict[str, Any]:
 
 
 def _refusals(route: Route) -> dict[int, list[str]]:
-    """Return the HTTP statuses of the errors of a route, and for each status the reasons from docs/errors.md."""
+    """Return the HTTP statuses of the errors of a route, and for each status the reasons.
+
+    docs/reference/errors.md lists the reasons.
+    """
     found: dict[int, list[str]] = {500: ["INTERNAL"]}
     for error, status in CALLER_ERRORS.items():
         # A route without a body can refuse only the name in its path. FAILED_PRECONDITION means that the bundle does

@@ -4,7 +4,7 @@ An observer looks up its labelled children only once, so an observation takes on
 observes once per batch or per sequence, never per token. Label values do not come from requests, except the names of
 callers from a trusted proxy. The number of these names is limited.
 
-`make docs` writes docs/metrics.md from the table.
+`make docs` writes docs/reference/metrics.md from the table.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -47,7 +47,7 @@ class _Row(Generic[_Metric]):
     Attributes:
         kind: The class of the metric.
         name: The name. The page adds `_total` to the name of a counter.
-        help: The meaning, for the page and docs/metrics.md.
+        help: The meaning, for the page and docs/reference/metrics.md.
         labels: The names of the labels.
         buckets: The upper bounds of a histogram.
         values: For a metric with one label: the label values that exist from the start.
@@ -125,14 +125,17 @@ class Metrics:
         Gauge, "encserve_in_flight_limit_bytes", "Limit for encserve_in_flight_bytes (--max-in-flight-mib)."
     )
     refused = _Row(
-        Counter, "encserve_refused", "Requests answered with an error, by reason (docs/errors.md).", ("reason",)
+        Counter,
+        "encserve_refused",
+        "Requests answered with an error, by reason (docs/reference/errors.md).",
+        ("reason",),
     )
     caller_calls = _Row(
         Counter,
         "encserve_caller_calls",
-        "Calls by caller and outcome: OK, CANCELLED, DEADLINE_EXCEEDED, or the reason of an error (docs/errors.md). "
-        "Counted only if the server has keys or named callers. The label caller is empty for a refused caller, and if "
-        "the server has a single key.",
+        "Calls by caller and outcome: OK, CANCELLED, DEADLINE_EXCEEDED, or the reason of an error "
+        "(docs/reference/errors.md). Counted only if the server has keys or named callers. The label caller is empty "
+        "for a refused caller, and if the server has a single key.",
         ("caller", "outcome"),
     )
     caller_tokens = _Row(Counter, "encserve_caller_tokens", "Tokens of answered calls, by caller.", ("caller",))
@@ -157,9 +160,9 @@ class Metrics:
     stage_seconds = _Row(
         Histogram,
         "encserve_stage_seconds",
-        "Time by stage: tokenize (the texts of a request), queue (a sequence's wait for its batch), collate (padding a "
-        "batch), compute (running the model), split (checking and pooling the rows), encode (building a reply), "
-        "inspect (running an inspection).",
+        "Time by stage. tokenize: the texts of a request. queue: the wait of a sequence for its batch. collate: "
+        "padding a batch. compute: running the model. split: checking and pooling the rows. encode: building a reply. "
+        "inspect: running an inspection.",
         (*_MODEL, "stage"),
         SECONDS_BUCKETS,
     )

@@ -215,7 +215,7 @@ def _is_whole(bundle: Path, work: Work) -> bool:
 
 @contextmanager
 def _made(target: Path, make: Make) -> Iterator[Path]:
-    """Call `make` for a new folder beside the target, and yield this folder. Remove what is left at the end."""
+    """Call `make` for a new folder beside the target, and yield this folder. Remove leftover files at the end."""
     making = target.with_name(f".{target.name}{_MAKING}")
     shutil.rmtree(making, ignore_errors=True)
     made, temporary = making / "bundle", making / "tmp"

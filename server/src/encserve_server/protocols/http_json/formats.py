@@ -16,7 +16,7 @@ class FormatBody(PooledBody):
     """The fields that clients of OpenAI, vLLM and infinity send.
 
     Attributes:
-        encoding_format: The format of vectors: float, or base64 of little-endian float32.
+        encoding_format: The format of vectors: float, or base64 of little-endian float32. Default: float.
         embed_dtype: vLLM's field for the type of the numbers in base64; must be float32.
         endianness: vLLM's field for the byte order of the numbers in base64; must be little or native. Native means
             little here.

@@ -60,9 +60,10 @@ class Body(ModelBody):
     """The fields of all routes that encode or tokenize inputs.
 
     Attributes:
-        task: query or document, for models that treat queries and documents differently.
+        task: query or document, for models that treat queries and documents differently. Other models refuse the field.
         input_type: The same as task, with the names of other servers: query, search_query, document, passage,
-            search_document. Other values have no effect. If the model has no tasks, no value has an effect.
+            search_document. Other values have no effect. If the model has no tasks, no value has an effect. If both
+            fields are sent, they must not contradict each other.
     """
 
     task: str | None = None

@@ -49,7 +49,7 @@ class InferInput(msgspec.Struct):
     """An input tensor.
 
     Attributes:
-        name: The name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
+        name: The name: text, query, input_ids, attention_mask, token_type_ids or inputs_embeds.
         datatype: BYTES for texts, INT64 or INT32 for ids and masks, FP32 for vectors.
         shape: The size of each dimension.
         parameters: binary_data_size is the number of this tensor's bytes after the JSON.

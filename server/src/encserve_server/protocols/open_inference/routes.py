@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP, as in KServe, Triton and MLServer; see docs/open-inference.md."""
+"""The Open Inference Protocol over HTTP, as in KServe, Triton and MLServer; see docs/reference/open-inference.md."""
 
 from collections.abc import Iterator
 from typing import Any, NotRequired, TypedDict

@@ -56,8 +56,8 @@ class StackLayout:
         parts: The parts of a block, by their names in our `Encoder`. A layout without feed-forward parts has d_ff 0. A
             layout without norms has the norm "none".
         final_norm: The LayerNorm after the last block. It is optional in a checkpoint.
-        interleaved: Whether the rows of the projection to Q, K and V are ordered by head: first Q, K and V of head 0,
-            then Q, K and V of head 1.
+        interleaved: Whether the rows of the projection to Q, K and V are ordered by head. Q, K and V of head 0 come
+            first, then Q, K and V of head 1.
         merge_heads: The default of `EncoderConfig.merge_heads`, as in the code that trained these checkpoints.
     """
 

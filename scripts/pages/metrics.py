@@ -1,22 +1,21 @@
-"""Writes docs/metrics.md, which lists the metrics that the server registers."""
+"""Makes the page of the metrics that the server registers."""
 
-import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
 
 from encserve_server.telemetry.metrics import SECONDS_BUCKETS, Metrics
 
-PAGE = Path(__file__).parent.parent / "docs/metrics.md"
 HEAD = f"""\
 # Metrics
 
 Every metric of `encserve-server`, written from the code by `make docs`. The server publishes the metrics on
 `http://HOST:METRICS_PORT/metrics`, in the formats of Prometheus and OpenMetrics. Every label set exists with the value
-0 before the first request. Label values never come from a caller: `model` and `version` name served models. Histograms
-of requests and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
-Dashboards, objectives and alerts: [operations.md](operations.md#metrics-and-dashboards).
+0 before the first request. `model` and `version` name served models. With `--trust-fairness-id`, values of `caller`
+come from a header of the calls, at most 128 values. All other label values come from the server.
+
+Histograms of requests and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
+Dashboards and objectives: [Monitor](../how-to/monitor.md). Alerts: [Alerts](alerts.md).
 
 """
 TABLE = """
@@ -38,7 +37,7 @@ UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # a metric's na
 
 
 def page() -> str:
-    """The text of docs/metrics.md.
+    """Return the page.
 
     Raises:
         ValueError: A metric in TOPICS does not exist.
@@ -70,9 +69,3 @@ def _row(family: Metric, labels: Iterable[str]) -> str:
         family.documentation,
     )
     return f"| {' | '.join(cells)} |\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
-    parser.parse_args().file.write_text(page())

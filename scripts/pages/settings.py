@@ -1,21 +1,22 @@
-"""Writes docs/settings.md from the fields of the server's `Settings`."""
+"""Makes the page of the settings, from the fields of the server's `Settings`."""
 
-import argparse
 import dataclasses
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
-from encserve_server.settings import Settings
+from encserve_server.settings import SECTIONS, Settings
 
-PAGE = Path(__file__).parent.parent / "docs/settings.md"
 HEAD = """\
 # Settings
 
 Every setting of `encserve-server`, written from the code by `make docs`. A flag beats its environment variable, and the
 variable beats the default. With an invalid value the server does not start; the error names the setting, the allowed
 values and the given value. `encserve-server --help` prints the same settings.
+"""
+TABLE = """
+## {}
 
 | flag and environment variable | values | default | meaning |
 |---|---|---|---|
@@ -24,11 +25,15 @@ WORDS = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def page() -> str:
-    """The text of docs/settings.md."""
+    """Return the page."""
     hints = typing.get_type_hints(Settings)
-    return HEAD + "".join(
-        f"| {' | '.join(_row(field, hints[field.name]))} |\n" for field in dataclasses.fields(Settings)
-    )
+    text = HEAD
+    for section in SECTIONS:
+        text += TABLE.format("Basics" if section == "Options" else section)
+        for field in dataclasses.fields(Settings):
+            if field.metadata["section"] == section:
+                text += f"| {' | '.join(_row(field, hints[field.name]))} |\n"
+    return text
 
 
 def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
@@ -60,9 +65,3 @@ def _default(field: "dataclasses.Field[Any]") -> str:
     if field.default in (None, ()):
         return "–"
     return f"`{str(field.default).lower()}`"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
-    parser.parse_args().file.write_text(page())
