@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs/tutorials/your-own-encoder.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.M | re.S)
-NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|s3-[0-9a-f]+|[0-9a-f]{32}")
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|s3-[0-9a-f]{32}")
 
 
 def run(folder: Path, commands: str) -> str:
