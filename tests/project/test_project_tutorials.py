@@ -24,7 +24,12 @@ def run(folder: Path, commands: str) -> str:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ENCSERVE_")}
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), variables["PATH"]])
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands], cwd=folder, env=variables, capture_output=True, text=True, check=False
+        ["/bin/bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
