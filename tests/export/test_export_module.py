@@ -28,7 +28,7 @@ CONFIGURATION = {"activation": "gelu", "norm_first": True, "n_heads": 4}
 
 
 class Rows(nn.Module):
-    """The same wrapper module as in docs/models.md."""
+    """The same wrapper module as in docs/how-to/export-module-or-onnx.md."""
 
     def __init__(self, embedding: nn.Module, encoder: nn.TransformerEncoder) -> None:
         super().__init__()

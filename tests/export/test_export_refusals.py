@@ -233,7 +233,7 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     assert re.search(message, refused(directory))
 
 
-# Each entry is one refused model in the table of docs/models.md.
+# Each entry is one refused model in the table of docs/reference/support.md.
 PADDING = r"gives different rows in a padded batch, even in PyTorch: .* choose another model$"
 REFUSED_FAMILIES = {
     "convbert": ({}, f"ConvBertModel {PADDING}"),  # the convolution reads the padding

@@ -85,7 +85,7 @@ def test_the_id_of_tensors_and_a_configuration_is_fixed(tmp_path: Path) -> None:
 def test_another_program_can_compute_an_id(tmp_path: Path) -> None:
     """Compute the space_id of the model "dense" without encserve, and expect the same id.
 
-    The code of this test follows docs/models.md and reads only the files of the model.
+    The code of this test follows docs/reference/space-id.md and reads only the files of the model.
     """
     folder = space_models.write_dense(tmp_path)
 

@@ -15,8 +15,8 @@ The id does not depend on the exporter's version, the export route, the names of
 weight files. The export route is the way in which `hf` exports a model: with transformers, or from the ONNX file.
 
 Models with equal vectors can have different ids. Each setting that the exporter does not know changes the id, even
-without an effect on vectors. docs/models.md ("The name of a vector space") defines version s3 of the id. Vector indexes
-store ids, so a change of this definition needs a new prefix.
+without an effect on vectors. docs/reference/space-id.md defines version s3 of the id. Vector indexes store ids, so a
+change of this definition needs a new prefix.
 """
 
 import dataclasses

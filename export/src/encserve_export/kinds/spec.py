@@ -51,7 +51,7 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
 class ModuleFacts:
     """The settings and tensors of a module that are part of the space_id.
 
-    The space_id identifies the model's vector space, see docs/models.md.
+    The space_id identifies the model's vector space, see docs/reference/space-id.md.
 
     Attributes:
         kind: The kind of the module, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
