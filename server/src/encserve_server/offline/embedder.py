@@ -224,7 +224,9 @@ class Embedder:
         if raises and refused:
             raise refused.pop(min(refused))
         made = rows.embedded(kind, self.bundle)
-        return replace(made, rows=activate(made.rows, activation)) if kind == "scores" else made
+        if kind != "scores":
+            return made
+        return replace(made, rows=activate(made.rows.astype(np.float32, copy=False), activation))
 
     def _check(
         self, call_plan: CallPlan, sent: dict[int, SentInput]

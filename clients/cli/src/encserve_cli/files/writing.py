@@ -346,9 +346,9 @@ def _output_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None)
         if missing is not None:
             numbers, present = np.zeros((len(missing), numbers.shape[1]), numbers.dtype), numbers
             numbers[~missing] = present
-        if output.kind == "scores" and numbers.shape[1] == 1:
-            return {"score": arrow.array(numbers[:, 0], mask=missing)}
-        name = "scores" if output.kind == "scores" else "vector"
+        (name,) = output_types(str(output.kind), arrow.float32(), numbers.shape[1])
+        if name == "score":
+            return {name: arrow.array(numbers[:, 0], mask=missing)}
         return {name: arrow.FixedSizeListArray.from_arrays(_flat(numbers), numbers.shape[1], mask=mask)}
     lengths = _lengths(result)
     if missing is not None:

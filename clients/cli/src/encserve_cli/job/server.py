@@ -69,11 +69,11 @@ class ServerEncoder(ABC):
         """
 
     @abstractmethod
-    def _encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
         """Encode values with calls that may fail because the server dies."""
 
     @abstractmethod
-    def _probe(self, values: Sequence[Value]) -> tuple[str, Message]:
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
         """Return the name of an RPC, and a request with all values."""
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
@@ -230,12 +230,12 @@ class VectorEncoder(ServerEncoder):
         """See `ServerEncoder`."""
         self._run([])
 
-    def _probe(self, values: Sequence[Value]) -> tuple[str, Message]:
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
         request = pb.EncodeRequest(inputs=[pack_input(value, "inputs") for value in values])
         request.MergeFrom(self._template)
         return "Encode", request
 
-    def _encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
         count = self._counter(on_batch)
         # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
         order = sorted(range(len(values)), key=lambda index: len(values[index]))
@@ -272,12 +272,12 @@ class ScoreEncoder(ServerEncoder):
         """See `ServerEncoder`. The server checks the options of a call only with a pair."""
         self._score([("", "")])
 
-    def _probe(self, values: Sequence[Value]) -> tuple[str, Message]:
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
         request = pb.ScoreRequest(pairs=[pb.TextPair(query=query, document=document) for query, document in values])
         request.MergeFrom(self._template)
         return "Score", request
 
-    def _encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
         count = self._counter(on_batch)
         found: dict[int, Any] = {}  # index of a pair → (labels,)
         refused: dict[int, EncserveError] = {}
