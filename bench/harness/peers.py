@@ -133,19 +133,29 @@ INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
 }
 
 
+def infinity_server(checkpoint: Path, flags: Sequence[Any], folder: Path, own: ExitStack) -> str:
+    """Start infinity with a model, and return the address. `own` stops the server; `folder` gets the log.
+
+    Raises:
+        PeerUnavailable: infinity cannot be installed or started.
+    """
+    (port,) = free_ports(1)
+    command = [ensure_environment(INFINITY) / "infinity_emb", "v2"]
+    command += ["--model-id", checkpoint, "--served-model-name", "encoder"]
+    command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
+    # Every round sends the same texts. Without a cache, each reply comes from the model.
+    command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
+    server = own.enter_context(running(INFINITY, command, folder / f"infinity-{port}.log"))
+    server.wait_for_page(f"http://127.0.0.1:{port}/health")
+    return f"127.0.0.1:{port}"
+
+
 def _infinity(given: PeerInput, stack: ExitStack) -> Iterator[Setting]:
-    binaries = ensure_environment(INFINITY)
     for name, flags in INFINITY_SETTINGS.items():
         own = stack.enter_context(ExitStack())
-        (port,) = free_ports(1)
-        command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
-        command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
-        # Every round sends the same texts. Without a cache, each reply comes from the model.
-        command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
-        server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
-        server.wait_for_page(f"http://127.0.0.1:{port}/health")
+        address = infinity_server(given.checkpoint, flags, given.folder, own)
         label = f"infinity, {CALLERS} HTTP callers, pooled"
-        setting = _called(given, own, INFINITY, f"127.0.0.1:{port}", name, label, VECTORS)
+        setting = _called(given, own, INFINITY, address, name, label, VECTORS)
         yield replace(setting, is_default=name == INFINITY_DEFAULT)
 
 

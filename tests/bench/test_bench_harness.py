@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from harness import load, programs
 from harness.agreement import compare_rows, probe_indices
 from harness.load import LARGE, MANY, ONE, Served
 from harness.machine import OtherWork, cpu_seconds, process_tree
+from harness.meter import percentile_between
 from harness.peers import DEFAULT, INFINITY, SENTENCES, TRITON, Setting
 from harness.programs import FOLDER, PeerUnavailable, Program, ensure_environment
 from harness.report import check_targets, warnings
@@ -317,3 +319,11 @@ async def test_callers_of_peers_count_replies_between_warmup_and_end(monkeypatch
 
     found = await peer_callers.closed_loop(ask, [b"a", b"b", b"c"], callers=1, warmup_seconds=1.5, seconds=3)
     assert found == {"answered": [(1, 1.0), (2, 1.0), (0, 1.0)]}
+
+
+def test_a_percentile_is_interpolated_between_the_bounds_of_a_bucket() -> None:
+    before = {0.1: 5.0, 0.2: 5.0, math.inf: 5.0}
+    after = {0.1: 15.0, 0.2: 25.0, math.inf: 25.0}  # 10 values up to 0.1, and 10 between 0.1 and 0.2
+    assert percentile_between(before, after, 75) == pytest.approx(0.15)
+    assert percentile_between(before, after, 50) == pytest.approx(0.1)
+    assert percentile_between({}, {0.1: 0.0, math.inf: 4.0}, 95) == 0.1

@@ -16,6 +16,7 @@ import export_memory
 import gpu
 import peers
 import pytest
+import rerank
 import scaling
 from click.testing import CliRunner
 from harness import programs
@@ -115,6 +116,29 @@ def test_peers_compares_a_peer_in_its_best_and_its_default_setting(
     assert set(found["ratios"][SENTENCES]) == {MANY, POOLED, "encserve-again"}
     assert set(found["peers"][SENTENCES]["agreement"]) == {SENTENCES, f"{SENTENCES}-pooled"}
     assert found["missing"] == {}
+
+
+def test_rerank_makes_a_model_and_compares_every_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """infinity cannot be installed here, so the report names infinity as missing."""
+
+    def no_environment(peer: str) -> Path:
+        raise programs.PeerUnavailable(peer, "cannot be installed")
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    monkeypatch.setattr(rerank, "SHAPE", rerank.SHAPE | small)
+    monkeypatch.setattr(rerank, "BATCH_SIZES", (4, 8))
+    monkeypatch.setattr("harness.peers.ensure_environment", no_environment)
+    command = [str(tmp_path / "models"), "--checkpoint", str(tmp_path / "checkpoint"), "--make-model", *SHORT]
+    command += ["--calls", "20", "--documents", "4", "--query-seconds", "0.5", "--json", str(tmp_path / "found.json")]
+    with pytest.raises(SystemExit):
+        rerank.main(command)
+    found = figures(tmp_path / "found.json")
+    names = {CEILING, rerank.GRPC, rerank.HTTP, rerank.SENTENCES}
+    assert set(found["sides"]) == names
+    assert set(found["agreement"]) == names - {CEILING}
+    assert found["missing"] == {"infinity": "infinity: cannot be installed"}
+    assert set(found["query_seconds"]) == {"p99_alone", "p99_beside", "batch_p95"}
+    assert [it["bound"] for it in found["targets"]] == ["≥ 0.93", "≥ 2", "≥ 0.93", "≥ 2", "≤ 2"]
 
 
 def test_client_compares_its_methods_with_another_checkout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,13 @@ TEXTS = ["three", "a", "longest of them", "", "other"]
 
 async def test_documents_are_ranked(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
-    best = await caller(client.rank, "query", TEXTS, top_k=3, activation="none", prompt_name="p", truncate=False)
+    options = {"activation": "none", "prompt_name": "p", "truncate": False, "max_document_tokens": 9}
+    best = await caller(client.rank, "query", TEXTS, top_k=3, **options)
     assert best == [(2, 15.0), (0, 5.0), (4, 5.0)]
     (request,) = service.score_requests
     assert (request.query, list(request.documents), request.top_k) == ("query", TEXTS, 3)
     assert (request.activation, request.prompt_name) == (pb.ACTIVATION_NONE, "p")
-    assert request.truncation == pb.TRUNCATION_REFUSE
+    assert (request.truncation, request.max_document_tokens) == (pb.TRUNCATION_REFUSE, 9)
     assert await caller(client.rank, "query", iter(TEXTS)) == [(2, 15.0), (0, 5.0), (4, 5.0), (1, 1.0), (3, 0.0)]
     assert service.score_requests[-1].truncation == pb.TRUNCATION_END
     assert await caller(client.rank, "query", []) == []
@@ -31,6 +32,8 @@ async def test_pairs_keep_their_order(caller: Caller, service: FakeEncoder) -> N
     scores = await caller(client.score, [("q", text) for text in TEXTS])
     assert (scores.tolist(), scores.dtype) == ([5.0, 1.0, 15.0, 0.0, 5.0], np.float32)
     assert [(it.query, it.document) for it in service.score_requests[0].pairs] == [("q", text) for text in TEXTS]
+    await caller(client.score, [("q", "")], max_document_tokens=2**32 - 1)
+    assert service.score_requests[-1].max_document_tokens == 2**32 - 1
     assert (await caller(client.score, [])).shape == (0,)
     service.labels = ("no", "yes")
     assert (await caller(client.score, [("q", "ab")])).tolist() == [[2.0, 4.0]]
@@ -168,7 +171,9 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         "documents must be a list of texts, or a list of vectors; was dict_values of",
     ),
     ("rank", ("q", ["a", 5]), {}, r"documents\[1\] must be a text; was int"),
-    ("rank", ("q", ["a"]), {"top_k": 0}, "top_k must be >= 1; was 0"),
+    ("rank", ("q", ["a"]), {"top_k": 0}, "top_k must be from 1 to 4,294,967,295; was 0"),
+    ("rank", ("q", ["a"]), {"top_k": 2**32}, "top_k must be from 1 to 4,294,967,295; was 4294967296"),
+    ("score", ([("q", "a")],), {"max_document_tokens": 0}, "max_document_tokens must be from 1 to 4,294,967,295"),
     ("rank", ("q", ["a"]), {"activation": "tanh"}, "activation must be one of 'none', 'sigmoid', 'softmax'"),
     ("rank", ("q", ["\ud800"]), {}, r"documents\[0\] must be valid Unicode"),
     ("rank", ("q", np.ones((2, 3), np.int32)), {}, r"documents\[0\] must be float32 or float16 rows"),

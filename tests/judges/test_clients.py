@@ -235,13 +235,22 @@ def vectors_of_lines(output: str) -> Array:
     return np.array([line["vector"] for line in lines])
 
 
-def test_javascript(minilm: RealServer, vectors: Array) -> None:
+def ranks_of_lines(output: str) -> list[tuple[int, float]]:
+    """Parse the ranks of an example in another language. The output has one line for each text, the best first."""
+    lines = [json.loads(line) for line in output.splitlines()]
+    return [(TEXTS.index(line["text"]), line["score"]) for line in lines]
+
+
+def test_javascript(minilm: RealServer, vectors: Array, unit_vectors: Array) -> None:
     folder = npm_folder(ROOT / "clients/examples/javascript")
     command = [program("node", "nodejs"), "encode.js", minilm.target, *TEXTS]
-    output = run(command, cwd=folder, environment={"ENCSERVE_PROTO": str(ROOT / "proto")})
-    assert_same_bits(vectors_of_lines(output), vectors)
+    environment = {"ENCSERVE_PROTO": str(ROOT / "proto")}
+    assert_same_bits(vectors_of_lines(run(command, cwd=folder, environment=environment)), vectors)
+    command += ["--query", TEXTS[0]]
+    check_ranks(ranks_of_lines(run(command, cwd=folder, environment=environment)), unit_vectors)
 
 
-def test_go(minilm: RealServer, vectors: Array, tmp_path: Path) -> None:
-    output = run([go_example(tmp_path), minilm.target, *TEXTS])
-    assert_same_bits(vectors_of_lines(output), vectors)
+def test_go(minilm: RealServer, vectors: Array, unit_vectors: Array, tmp_path: Path) -> None:
+    command = go_example(tmp_path)
+    assert_same_bits(vectors_of_lines(run([command, minilm.target, *TEXTS])), vectors)
+    check_ranks(ranks_of_lines(run([command, "--query", TEXTS[0], minilm.target, *TEXTS])), unit_vectors)

@@ -284,13 +284,18 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return pb.TokenizeResponse(model="tiny", model_version="1", fingerprint=self.fingerprint, sequences=sequences)
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
-        """Return the number of characters of each document or text as its score, and twice that for further labels."""
+        """Return the number of characters of each document or text as its score, and twice that for further labels.
+
+        The text "refused" is refused, and the text "crash" fails as if the server has died.
+        """
         self.score_requests.append(request)
         texts = [*request.documents, *(pair.document for pair in request.pairs), *request.texts]
         if len(texts or request.document_vectors.lengths) > self.max_request_sequences:
             context.set_trailing_metadata((("encserve-error-reason", "TOO_MANY_INPUTS"),))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "documents: too many")
         for index, text in enumerate(texts):
+            if text == "crash":
+                await context.abort(grpc.StatusCode.INTERNAL, "crashed")
             if text == "refused":
                 name = "documents" if request.documents else "pairs" if request.pairs else "texts"
                 context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))

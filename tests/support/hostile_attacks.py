@@ -36,6 +36,7 @@ ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 INSPECT = "/encserve.v1.EncoderService/Inspect"
+SCORE = "/encserve.v1.EncoderService/Score"
 WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30

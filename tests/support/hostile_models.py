@@ -8,7 +8,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import write_bundle
-from tiny_heads import multi_vector, sparse
+from tiny_heads import multi_vector, scores, sparse
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -27,6 +27,8 @@ SLOW_ID, SLOW_STEPS = 7, 100
 # With this text, the tokenizer's regular expression stops after 10 million attempts. Then the tokenizers library
 # panics. In Python, the panic is a BaseException.
 PANIC_TEXT = "a" * 40 + "b"
+# The hidden state of the word "nan" has no numbers.
+NAN_TEXT, NAN_ID = "nan", 5
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]
 
@@ -114,6 +116,37 @@ def write_words(repository: Path) -> None:
     _write(repository, "words", NARROW, tokenizer=tokenizer, encoder__max_sequence_tokens=512)
 
 
+def write_cross_encoder(repository: Path, labels: int = 1) -> None:
+    """Write a cross-encoder or classifier for texts of up to 512 tokens. A text with "nan" has scores of NaN."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "dog": 2, NAN_TEXT: NAN_ID}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    head = _head(
+        [helper.make_node("MatMul", ["pooled", "w"], ["out"])],
+        {"pooled": ["batch", NARROW]},
+        ["batch", labels],
+        w=_random(NARROW, labels),
+    )
+    part = scores(
+        labels=[f"label {i}" for i in range(labels)] if labels > 1 else ["relevant"],
+        pooling=manifest_pb2.POOLING_MEAN,
+        activation=manifest_pb2.ACTIVATION_NONE,
+    )
+    _write(
+        repository,
+        "cross-encoder",
+        NARROW,
+        files={"scores.onnx": head, "model.onnx": _lookup_graph(NARROW, nan_id=NAN_ID)},
+        scores=part,
+        tokenizer=tokenizer,
+        encoder__max_sequence_tokens=512,
+    )
+
+
+def write_classifier(repository: Path) -> None:
+    """Write a classifier with 10,000 labels."""
+    write_cross_encoder(repository, labels=10_000)
+
+
 def write_inspected(repository: Path) -> None:
     """Write a model with a tokenizer and a graph for inspections. The two hidden states of a token have 16 KiB.
 
@@ -156,15 +189,20 @@ def _inputs() -> list[Any]:
     return [helper.make_tensor_value_info(name, _INT64, ["batch", "seq"]) for name in ("ids", "mask")]
 
 
-def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
+def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE, nan_id: int | None = None) -> bytes:
     """Return a graph that reads the hidden state of each token from a table, and ignores the mask.
+
+    The hidden state of `nan_id` is NaN.
 
     The ids have the shape (batch, seq). The hidden states have the shape (batch, seq, d_model).
     """
     rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
-    table = numpy_helper.from_array(_random(vocab_size, d_model), "table")
-    return _bytes(helper.make_graph(nodes, "lookup", _inputs(), [rows], [table]))
+    table = _random(vocab_size, d_model)
+    if nan_id is not None:
+        table[nan_id] = np.nan
+    constant = numpy_helper.from_array(table, "table")
+    return _bytes(helper.make_graph(nodes, "lookup", _inputs(), [rows], [constant]))
 
 
 def _slow_graph(steps_per_run: int) -> bytes:

@@ -16,7 +16,7 @@ from encserve_cli.inspect import inspect
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.job_options import makes_jobs
 from encserve_cli.pull import pull
-from encserve_cli.rank import rank
+from encserve_cli.rank import rank, score
 from encserve_cli.repository import bundle
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.serve import serve
@@ -117,6 +117,7 @@ cli.add_command(embed)
 cli.add_command(tokenize)
 cli.add_command(similarity)
 cli.add_command(rank)
+cli.add_command(score)
 cli.add_command(inspect)
 cli.add_command(bench)
 cli.add_command(bundle)

@@ -1,7 +1,7 @@
 """The options of jobs, and checks of their combinations."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ def _name(flag: str) -> str:
 _NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options)
 
 
-def makes_jobs(command: Command) -> Command:
-    """Add the options of jobs to a command.
+def makes_jobs(command: Command, *, without: Sequence[str] = ()) -> Command:
+    """Add the options of jobs to a command, except the options `without`.
 
     The command gets two arguments: the given options of jobs, and all other options, both by name.
     """
@@ -127,7 +127,7 @@ def makes_jobs(command: Command) -> Command:
     @functools.wraps(command)
     def wrapper(**options: Any) -> None:
         # The value of an option that was not given is None, False or ().
-        found = {name: options.pop(name) for name in _NAMES}
+        found = {name: options.pop(name) for name in _NAMES if name in options}
         given = {name: its for name, its in found.items() if its is not None and its is not False and its != ()}
         _check(given, options)
         command(given, options)
@@ -138,6 +138,7 @@ def makes_jobs(command: Command) -> Command:
             click.option(flag, cls=SectionOption, section=title, **settings)
             for title, options in _SECTIONS.items()
             for flag, settings in options.items()
+            if flag not in without
         ),
     )
 

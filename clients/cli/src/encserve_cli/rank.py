@@ -1,18 +1,39 @@
-"""`encserve rank`: documents sorted by their score for a query."""
+"""`encserve rank`: documents sorted by their score for a query. `encserve score`: a job over pairs of texts."""
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from encserve_cli.connection import connection_options
-from encserve_cli.files.command import Sources, reads_texts
-from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client
+from encserve_cli.files.command import Sources, fills_folder, reads_pairs, reads_texts
+from encserve_cli.job_options import makes_jobs
+from encserve_cli.shared import SectionCommand, model_options, rare_option, with_client, with_options
 
 if TYPE_CHECKING:
     from encserve_client import Activation, EncoderClient
 
 _MOST_DOCUMENTS = 100_000
+
+
+def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --activation and --prompt-name."""
+    return with_options(
+        command,
+        rare_option(
+            "--activation",
+            type=click.Choice(["none", "sigmoid", "softmax"]),
+            help="Turn the logits of a cross-encoder into scores. none keeps the logits. Default: the model's own.",
+        ),
+        rare_option(
+            "--prompt-name",
+            metavar="NAME",
+            help='The name of the prompt before the query of a cross-encoder; "" for no prompt. Default: the model\'s '
+            "own.",
+        ),
+    )
 
 
 @click.command(cls=SectionCommand, short_help="Sort TEXTs by their score for a query.")
@@ -28,15 +49,12 @@ _MOST_DOCUMENTS = 100_000
     metavar="N",
     help="The number of documents to print, the best first.",
 )
+@score_options
 @rare_option(
-    "--activation",
-    type=click.Choice(["none", "sigmoid", "softmax"]),
-    help="Turn the logits of a cross-encoder into scores. none prints the logits. Default: the model's own.",
-)
-@rare_option(
-    "--prompt-name",
-    metavar="NAME",
-    help='The name of the prompt before the query of a cross-encoder; "" for no prompt. Default: the model\'s own.',
+    "--max-document-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The largest number of tokens of a TEXT. The end of a longer TEXT is cut. Default: the model's limit.",
 )
 @with_client
 def rank(
@@ -49,6 +67,7 @@ def rank(
     top_k: int,
     activation: "Activation | None",
     prompt_name: str | None,
+    max_document_tokens: int | None,
 ) -> None:
     """Print the TEXTs with the largest scores for QUERY.
 
@@ -65,6 +84,7 @@ def rank(
         top_k=top_k,
         activation=activation,
         prompt_name=prompt_name,
+        max_document_tokens=max_document_tokens,
         model=model,
         version=model_version,
     )
@@ -73,3 +93,29 @@ def rank(
         click.echo(json.dumps({"query": query, "documents": documents}, ensure_ascii=False))
     else:
         render.print_ranking([query, *texts], ranking, "score", None)
+
+
+@click.command(cls=SectionCommand, short_help="Compute the scores of pairs of texts in files.")
+@connection_options
+@reads_pairs
+@fills_folder
+@model_options
+@score_options
+@partial(makes_jobs, without=("--vectors",))
+def score(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Write the score of each pair of a query and a document.
+
+    The pairs are two columns of the inputs. The job fills the folder with .parquet files, in the order of the inputs:
+
+    \b
+      query, document    the pair
+      score              the score, for a model with one label
+      scores             the scores of all labels, for a model with several
+      others             the columns of --keep
+
+    After a stop, the same command computes the missing rows. Pairs that are too long are cut. --bundle runs
+    cross-encoders and classifiers; a server computes scores with every model.
+    """  # noqa: D301 - click reads a real \b
+    from encserve_cli.job.command import run_embedding  # imports pyarrow, which is slow
+
+    run_embedding(given, options)

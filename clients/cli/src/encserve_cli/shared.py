@@ -39,6 +39,7 @@ _OPTIONS: Mapping[str, str] = {
     "hidden_states": "--layers",
     "top_k": "--top-k",
     "activation": "--activation",
+    "max_document_tokens": "--max-document-tokens",
 }
 
 

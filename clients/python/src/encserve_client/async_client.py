@@ -571,6 +571,7 @@ class AsyncEncoderClient(AsyncTransport):
         activation: Activation | None = None,
         truncate: bool = True,
         prompt_name: str | None = None,
+        max_document_tokens: int | None = None,
         model: str | None = None,
         version: str | None = None,
         timeout_seconds: float | None = None,
@@ -596,6 +597,9 @@ class AsyncEncoderClient(AsyncTransport):
             truncate: Whether a pair that is too long is cut, as the model was trained. Otherwise it is an error.
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
                 prompt. Default: `ModelInfo.default_prompt_name`.
+            max_document_tokens: The largest number of tokens of a document. The end of a longer document is cut, also
+                with `truncate=False`. Special tokens count only for models without labels. Default: as many as the
+                model takes.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -607,7 +611,7 @@ class AsyncEncoderClient(AsyncTransport):
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if the model has several labels, or cannot score.
         """
-        options = ScoreOptions(activation, truncate, prompt_name, top_k)
+        options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens, top_k)
         key = model_key(model, version)
         call = self._core.rank(self._wire(), query, documents, key, options, timeout_seconds, progress)
         return await self._call(call)
@@ -619,6 +623,7 @@ class AsyncEncoderClient(AsyncTransport):
         activation: Activation | None = None,
         truncate: bool = True,
         prompt_name: str | None = None,
+        max_document_tokens: int | None = None,
         model: str | None = None,
         version: str | None = None,
         timeout_seconds: float | None = None,
@@ -633,6 +638,7 @@ class AsyncEncoderClient(AsyncTransport):
             activation: As for `rank`.
             truncate: As for `rank`.
             prompt_name: As for `rank`.
+            max_document_tokens: As for `rank`.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -644,7 +650,7 @@ class AsyncEncoderClient(AsyncTransport):
         Raises:
             EncserveError: As for `rank`.
         """
-        options = ScoreOptions(activation, truncate, prompt_name)
+        options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens)
         key = model_key(model, version)
         return await self._call(self._core.score(self._wire(), pairs, key, options, timeout_seconds, progress))
 

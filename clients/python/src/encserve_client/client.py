@@ -572,6 +572,7 @@ class EncoderClient(SyncTransport):
         activation: Activation | None = None,
         truncate: bool = True,
         prompt_name: str | None = None,
+        max_document_tokens: int | None = None,
         model: str | None = None,
         version: str | None = None,
         timeout_seconds: float | None = None,
@@ -597,6 +598,9 @@ class EncoderClient(SyncTransport):
             truncate: Whether a pair that is too long is cut, as the model was trained. Otherwise it is an error.
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
                 prompt. Default: `ModelInfo.default_prompt_name`.
+            max_document_tokens: The largest number of tokens of a document. The end of a longer document is cut, also
+                with `truncate=False`. Special tokens count only for models without labels. Default: as many as the
+                model takes.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -608,7 +612,7 @@ class EncoderClient(SyncTransport):
         Raises:
             EncserveError: As for `embed`. InvalidRequestError also if the model has several labels, or cannot score.
         """
-        options = ScoreOptions(activation, truncate, prompt_name, top_k)
+        options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens, top_k)
         key = model_key(model, version)
         call = self._core.rank(self._wire(), query, documents, key, options, timeout_seconds, progress)
         return self._call(call)
@@ -620,6 +624,7 @@ class EncoderClient(SyncTransport):
         activation: Activation | None = None,
         truncate: bool = True,
         prompt_name: str | None = None,
+        max_document_tokens: int | None = None,
         model: str | None = None,
         version: str | None = None,
         timeout_seconds: float | None = None,
@@ -634,6 +639,7 @@ class EncoderClient(SyncTransport):
             activation: As for `rank`.
             truncate: As for `rank`.
             prompt_name: As for `rank`.
+            max_document_tokens: As for `rank`.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -645,7 +651,7 @@ class EncoderClient(SyncTransport):
         Raises:
             EncserveError: As for `rank`.
         """
-        options = ScoreOptions(activation, truncate, prompt_name)
+        options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens)
         key = model_key(model, version)
         return self._call(self._core.score(self._wire(), pairs, key, options, timeout_seconds, progress))
 

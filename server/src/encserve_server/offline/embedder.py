@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +20,18 @@ import numpy as np
 
 from encserve_server.errors import EncserveError, InferenceFailed, RequestError
 from encserve_server.models.inputs import SentInput, pieces
+from encserve_server.models.scoring import activate
 from encserve_server.models.treatment import CallPlan, CallPlanner
 from encserve_server.models.turns import FairThreadPool
-from encserve_server.offline.options import EmbedOptions, Input, LoadOptions, OutputName, to_call, to_sent
+from encserve_server.offline.options import (
+    EmbedOptions,
+    Input,
+    LoadOptions,
+    OutputName,
+    to_activation,
+    to_call,
+    to_sent,
+)
 from encserve_server.offline.results import Embedded, OnBatch, RowCollector, reason_of
 from encserve_server.outputs import static_weights
 from encserve_server.repository.bundle import MANIFEST_NAME
@@ -204,6 +214,7 @@ class Embedder:
                 refused[at] = error.with_traceback(None)  # the traceback would keep all inputs in memory
         kind = options.get("output") or self.trained_kind
         call_plan = self._planner.plan_call(to_call(list(sent.values()), kind, options))
+        activation = to_activation(options, self.bundle)
         sequences, invalid = self._check(call_plan, sent)
         refused |= invalid
         if raises and refused:
@@ -212,7 +223,10 @@ class Embedder:
         self._compute(call_plan, sequences, rows)
         if raises and refused:
             raise refused.pop(min(refused))
-        return rows.embedded(kind, self.bundle)
+        made = rows.embedded(kind, self.bundle)
+        if kind != "scores":
+            return made
+        return replace(made, rows=activate(made.rows.astype(np.float32, copy=False), activation))
 
     def _check(
         self, call_plan: CallPlan, sent: dict[int, SentInput]

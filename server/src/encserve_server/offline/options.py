@@ -14,7 +14,7 @@ from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import OutputSpec
 from encserve_server.types.bundles import Bundle
-from encserve_server.types.requests import DataType, Detail, OutputKind, Task
+from encserve_server.types.requests import Activation, DataType, Detail, OutputKind, Task
 
 Input = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]
 """A text, a pair of texts for the output "scores", (seq,) token ids, or (seq, d_model) vectors."""
@@ -65,6 +65,8 @@ class EmbedOptions(TypedDict, total=False):
         prompt_name: The prompt before every text; "" for none. Default: the prompt of the task, or of the model.
         truncate: Whether an input that is too long is cut instead of refused.
         exclude_special_tokens: For "tokens": whether to leave out the rows of special tokens.
+        activation: For "scores": the function that turns logits into scores; "model" for the model's own. Default:
+            "none".
     """
 
     output: OutputName | None
@@ -77,6 +79,7 @@ class EmbedOptions(TypedDict, total=False):
     prompt_name: str | None
     truncate: bool
     exclude_special_tokens: bool
+    activation: Literal["model", "none", "sigmoid", "softmax"]
 
 
 def to_call(inputs: Sequence[SentInput], output: OutputName, options: EmbedOptions) -> EncodeCall:
@@ -106,6 +109,19 @@ def to_call(inputs: Sequence[SentInput], output: OutputName, options: EmbedOptio
         task=Task.NEITHER if task is None else Task[task.upper()],
         shape=ReplyShape(Detail.COUNTS, without_special=without_special),
     )
+
+
+def to_activation(options: EmbedOptions, bundle: Bundle) -> Activation:
+    """Return the function that turns the logits of a model into scores.
+
+    Raises:
+        InvalidField: The option has an invalid value.
+    """
+    name = options.get("activation", "none")
+    _check_choice("activation", name, ["model", *(it.name.lower() for it in Activation)])
+    if name == "model":
+        return Activation.NONE if bundle.scores is None else bundle.scores.activation
+    return Activation[name.upper()]
 
 
 def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:

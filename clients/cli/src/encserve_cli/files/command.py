@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from encserve_cli.files.reading import Sent, count_inputs, is_uri, looks_like_file, read_inputs
+from encserve_cli.files.reading import PAIR_COLUMNS, Sent, count_inputs, is_uri, looks_like_file, read_inputs
 from encserve_cli.shared import rare_option, with_options
 
 Command = Callable[..., Any]
@@ -103,6 +103,9 @@ def _is_folder(output: str) -> bool:
     return output.endswith("/") or is_uri(output) or Path(output).is_dir()
 
 
+_INPUT = functools.partial(click.option, "--input", "files", multiple=True, metavar="FILE")
+
+
 def reads_texts(command: Command) -> Command:
     """Add TEXT, --input, --column and --text to a command. The command gets the argument `sources`."""
 
@@ -126,17 +129,41 @@ def reads_texts(command: Command) -> Command:
     return with_options(
         wrapper,
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),
-        click.option(
-            "--input",
-            "files",
-            multiple=True,
-            metavar="FILE",
+        _INPUT(
             help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
             "a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as 'corpus/*.parquet'. FILE - is "
             "standard input with one text on each line. May be repeated.",
         ),
         click.option("--column", metavar="NAME", help='The column of the inputs. Default: "text", or the only column.'),
         rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
+    )
+
+
+def reads_pairs(command: Command) -> Command:
+    """Add --input and --columns to a command. The command gets the arguments `sources` and `columns`."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, files: tuple[str, ...], columns: str, **others: Any) -> Any:
+        names = tuple(it.strip() for it in columns.split(","))
+        if len(names) != len(PAIR_COLUMNS) or not all(names) or len(set(names)) < len(names):
+            raise click.UsageError(f"--columns must be the names of two columns, as query,document; was {columns}")
+        found = tuple(name for pattern in files for name in _files_of(pattern))
+        return command(*args, sources=Sources((), found, None, False), columns=names, **others)
+
+    return with_options(
+        wrapper,
+        _INPUT(
+            required=True,
+            help="Read a file: .parquet, .jsonl, .csv or .tsv. FILE is a path, a URI such as s3://bucket/pairs.parquet "
+            "or a pattern in quotes such as 'pairs/*.parquet'. May be repeated.",
+        ),
+        click.option(
+            "--columns",
+            metavar="QUERY,DOCUMENT",
+            default=",".join(PAIR_COLUMNS),
+            show_default=True,
+            help="The columns of the queries and of the documents.",
+        ),
     )
 
 
@@ -173,6 +200,19 @@ def _files_of(pattern: str) -> list[str]:
     if not found:
         raise click.UsageError(f"--input {pattern}: no file matches this pattern; check the folder and the pattern")
     return found
+
+
+def fills_folder(command: Command) -> Command:
+    """Add --output FOLDER/ to a command. The command gets the argument `printing`."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, output: str, **others: Any) -> Any:
+        if not _is_folder(output):
+            raise click.UsageError(f"--output {output}: must be a folder that exists, or a name that ends in /")
+        return command(*args, printing=Printing(None, output, 0), **others)
+
+    help_ = "The folder that the job fills with .parquet files."
+    return with_options(wrapper, click.option("--output", required=True, metavar="FOLDER/", help=help_))
 
 
 def prints_rows(

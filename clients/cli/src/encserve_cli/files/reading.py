@@ -13,6 +13,7 @@ import click
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
+PAIR_COLUMNS = ("query", "document")  # the columns of pairs in an output, and in inputs by default
 # The kinds of input files, and their compression.
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -23,7 +24,7 @@ _STORES = ("s3://", "gs://", "gcs://", "abfs://", "abfss://", "hdfs://", "viewfs
 _MOST_ID = 2**63 - 1
 _ROWS_AT_ONCE = 256
 
-InputKind = Literal["text", "ids", "vectors"]
+InputKind = Literal["text", "ids", "vectors", "pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,22 @@ class ReadOptions:
     """The options for reading inputs from rows of files.
 
     Attributes:
-        input_kind: The kind of every input: a text, token ids, or a list of vectors.
-        column: The column with the inputs; None for "text", or the only column.
+        input_kind: The kind of every input: a text, token ids, a list of vectors, or a pair of texts.
+        column: The column with the inputs; None for "text", or the only column. For pairs: the column with the
+            documents.
         keep: Other columns to read, as NAME or NAME:TYPE.
+        query_column: For pairs: the column with the queries. Otherwise None.
     """
 
     input_kind: InputKind = "text"
     column: str | None = None
     keep: tuple[str, ...] = ()
+    query_column: str | None = None
+
+    @property
+    def columns(self) -> tuple[str | None, ...]:
+        """The columns with the inputs: of pairs two, otherwise one."""
+        return (self.column,) if self.query_column is None else (self.query_column, self.column)
 
 
 class Sent(NamedTuple):
@@ -278,13 +287,13 @@ def _shown(value: object) -> str:
     return json.dumps(value, default=str)[:60]
 
 
-def column_of(wanted: str | None, names: Sequence[str]) -> str:
+def column_of(wanted: str | None, names: Sequence[str], kind: InputKind) -> str:
     """Return the name of the column of inputs. If it is missing, raise ValueError with the names of all columns."""
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
-        raise ValueError(
-            f"has no column {name!r}; the columns are {', '.join(map(repr, names)) or 'none'}: choose one with --column"
-        )
+        known = ", ".join(map(repr, names)) or "none"
+        option = "two with --columns" if kind == "pairs" else "one with --column"
+        raise ValueError(f"has no column {name!r}; the columns are {known}: choose {option}")
     return name
 
 
@@ -296,9 +305,15 @@ def json_value(line: str) -> Any:
         raise ValueError(f"must be JSON: {error}") from None
 
 
-def json_input(value: Any, column: str | None) -> Any:
-    """Return the input in a JSON value: a field of an object, or the value itself. Raises the error of `column_of`."""
-    return value[column_of(column, list(value))] if isinstance(value, dict) else value
+def json_input(value: Any, options: ReadOptions) -> Any:
+    """Return the input in a JSON value: a field of an object, or the value itself. A pair is two fields.
+
+    Raises the error of `column_of`.
+    """
+    if not isinstance(value, dict):
+        return value
+    found = tuple(value[column_of(it, list(value), options.input_kind)] for it in options.columns)
+    return found if len(found) > 1 else found[0]
 
 
 def no_column(file: DataFile, option: str) -> ValueError:

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from encserve_cli.files.kept import array_of, cast_column, json_types, split_type, type_named
 from encserve_cli.files.reading import (
+    PAIR_COLUMNS,
     STDIN,
     DataFile,
     InputKind,
@@ -54,8 +55,8 @@ _LONG_LINE = f"must be a line of at most {_MOST_LINE_BYTES // MIB} MiB"
 # The values in this many first lines of each .jsonl file decide the types of --keep.
 _SAMPLE_LINES = 2048
 
-# A text, (seq,) token ids, or (seq, d_model) vectors.
-Value = str | list[int] | npt.NDArray[np.float32]
+# A text, (seq,) token ids, (seq, d_model) vectors, or a (query, document) pair of texts.
+Value = str | list[int] | npt.NDArray[np.float32] | tuple[str, str]
 Record = TypeVar("Record")
 NO_TYPES: Mapping[str, str] = MappingProxyType({})
 
@@ -158,6 +159,8 @@ def open_rows(file: DataFile, options: ReadOptions, kept_types: Mapping[str, str
     """
     if options.input_kind == "vectors" and file.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{file.name}: vectors are read from .jsonl and .parquet files")
+    if options.input_kind == "pairs" and file.suffix == ".txt":
+        raise ValueError(f"{file.name}: pairs are read from .jsonl, .csv, .tsv and .parquet files")
     if file.suffix == ".txt" and file.uri != STDIN and (options.column is not None or options.keep):
         raise no_column(file, "--keep" if options.keep else "--column")
     with errors_named(file):
@@ -186,10 +189,10 @@ def column_types(file: DataFile, options: ReadOptions) -> dict[str, set[str]]:
         return reader.column_types(names) if isinstance(reader, _CsvRows | _ParquetRows) else {}
 
 
-def _check_columns(file: DataFile, names: Sequence[str], column: str, there: Sequence[str]) -> None:
-    """Check that each --keep column is in the file and is not the input column."""
+def _check_columns(file: DataFile, names: Sequence[str], columns: Sequence[str], there: Sequence[str]) -> None:
+    """Check that each --keep column is in the file and is not a column of the inputs."""
     for name in names:
-        if name == column:
+        if name in columns:
             raise ValueError(f"--keep {name}: is the column of the inputs; the output always has this column")
         if name not in there:
             raise ValueError(
@@ -287,7 +290,7 @@ class _JsonRows(_TextRows):
     def _rows(self, numbers: list[int], records: list[bytes | None]) -> Rows:
         parsed = list(map(_json_or_error, records))
         kept = {name: [_field(it, name) for it in parsed] for name in self._kept_types}
-        found = (_input_or_error(it, self._options.column) for it in parsed)
+        found = (_input_or_error(it, self._options) for it in parsed)
         return self._checked(numbers, found, self._kept_table(numbers, kept, parsed=True))
 
     def sampled_types(self, keep: Sequence[str]) -> dict[str, set[str]]:
@@ -298,7 +301,7 @@ class _JsonRows(_TextRows):
         found = {}
         for column in keep:
             name, its = split_type(column)
-            if name == self._options.column:
+            if name in self._options.columns:
                 raise ValueError(f"--keep {name}: is the column of the inputs; the output always has this column")
             if its is None and parsed and not any(isinstance(it, dict) and name in it for it in parsed):
                 raise ValueError(
@@ -321,9 +324,9 @@ def _field(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
 
 
-def _input_or_error(value: Any, column: str | None) -> Any:
+def _input_or_error(value: Any, options: ReadOptions) -> Any:
     try:
-        return json_input(value, column)
+        return json_input(value, options)
     except ValueError as error:
         return error
 
@@ -332,7 +335,7 @@ class _CsvRows(_SequentialRows[list[str]]):
     """The records of a .csv or .tsv file. The number of a record is the number of its last line."""
 
     _names: Sequence[str] = ()
-    _column = 0
+    _places: Sequence[int] = ()  # the indices of the columns of the inputs
 
     def _parse(self, lines: Iterator[bytes | None]) -> Iterator[tuple[int, int, list[str]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _MOST_LINE_BYTES))
@@ -355,10 +358,10 @@ class _CsvRows(_SequentialRows[list[str]]):
 
     def _take_names(self, names: Sequence[str], number: int) -> None:
         try:
-            self._column = names.index(column_of(self._options.column, names))
+            self._places = [names.index(column_of(it, names, self._options.input_kind)) for it in self._options.columns]
         except ValueError as error:
             raise ValueError(f"{self.file.place(number)}: {error}") from None
-        _check_columns(self.file, [*self._kept_types], names[self._column], names)
+        _check_columns(self.file, [*self._kept_types], [names[place] for place in self._places], names)
         self._names = names
 
     def _rows(self, numbers: list[int], records: list[list[str]]) -> Rows:
@@ -370,10 +373,11 @@ class _CsvRows(_SequentialRows[list[str]]):
         }
         return self._checked(numbers, map(self._field_or_error, records), self._kept_table(numbers, kept, parsed=False))
 
-    def _field_or_error(self, record: Sequence[str]) -> str | ValueError:
+    def _field_or_error(self, record: Sequence[str]) -> str | tuple[str, ...] | ValueError:
         if len(record) != len(self._names):
             return ValueError(f"must have {len(self._names)} fields, like the first line; had {len(record)}")
-        return record[self._column]
+        found = tuple(record[place] for place in self._places)
+        return found if len(found) > 1 else found[0]
 
     def column_types(self, names: Sequence[str]) -> dict[str, set[str]]:
         """Return the types of columns."""
@@ -403,8 +407,9 @@ class _ParquetRows(RowReader):
         schema = self._opened.schema_arrow
         if twice := {name for name in schema.names if schema.names.count(name) > 1}:
             raise ValueError(f"{self.file.name}: has more than one column {min(twice)!r}; rename one")
-        self._column = parquet_column(self.file, schema, self._options.column, self._options.input_kind)
-        _check_columns(self.file, [*self._kept_types], self._column, schema.names)
+        kind = self._options.input_kind
+        self._columns = [parquet_column(self.file, schema, it, kind) for it in self._options.columns]
+        _check_columns(self.file, [*self._kept_types], self._columns, schema.names)
         self._kept_schema = pa.schema(
             [(name, self._kept_type(schema.field(name), wanted)) for name, wanted in self._kept_types.items()]
         )
@@ -428,7 +433,7 @@ class _ParquetRows(RowReader):
         group = bisect.bisect_right(self._starts, self._row) - 1
         if self._batch is None or self._batch_end < self._starts[group]:
             groups = range(group, len(self._starts) - 1)
-            columns = [self._column, *self._kept_types]
+            columns = [*self._columns, *self._kept_types]
             self._batches = self._opened.iter_batches(batch_rows(self._opened), row_groups=groups, columns=columns)
             self._batch_end = self._starts[group]
         while self._batch_end <= self._row:
@@ -447,7 +452,7 @@ class _ParquetRows(RowReader):
         with errors_named(self.file):
             while len(values) < rows and size < _READ_BYTES and not self.at_end:
                 batch = self._peek(rows - len(values))
-                found = self._checked([], self._values(batch.column(self._column)), None)
+                found = self._checked([], self._values(batch), None)
                 taken = 0
                 while taken < len(batch) and size < _READ_BYTES:
                     size += _size(found.values[taken])
@@ -459,8 +464,10 @@ class _ParquetRows(RowReader):
                 self._row += taken
         return Rows(numbers, values, problems, pa.concat_tables(kept))
 
-    def _values(self, column: Any) -> list[Any]:
-        return _vectors(column) if self._options.input_kind == "vectors" else _pylist(column)
+    def _values(self, batch: Any) -> list[Any]:
+        convert = _vectors if self._options.input_kind == "vectors" else _pylist
+        found = [convert(batch.column(name)) for name in self._columns]
+        return list(zip(*found, strict=True)) if len(found) > 1 else found[0]
 
     def _kept(self, batch: Any) -> Any:
         first = self._row + 1
@@ -511,6 +518,8 @@ def _size(value: Value | None) -> int:
     """Return the approximate number of bytes of an input."""
     if value is None or isinstance(value, str):
         return len(value or "")
+    if isinstance(value, tuple):
+        return sum(map(len, value))
     return 8 * len(value) if isinstance(value, list) else value.nbytes
 
 
@@ -550,4 +559,24 @@ def _as_vectors(value: Any) -> npt.NDArray[np.float32]:
     return array
 
 
-_CONVERT: dict[InputKind, Callable[[Any], Value]] = {"text": as_text, "ids": as_ids, "vectors": _as_vectors}
+def _as_pair(value: Any) -> tuple[str, str]:
+    """Return (query, document). Raise ValueError unless the value is a pair of texts."""
+    if not isinstance(value, tuple):
+        raise ValueError(f"must be an object with two fields; was {json.dumps(value, default=str)[:60]}")
+    texts = []
+    for name, text in zip(PAIR_COLUMNS, value, strict=True):
+        try:
+            if not isinstance(text, str):
+                raise ValueError("is null" if text is None else f"must be text; was {text!r:.60}")
+            texts.append(as_text(text))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    return texts[0], texts[1]
+
+
+_CONVERT: dict[InputKind, Callable[[Any], Value]] = {
+    "text": as_text,
+    "ids": as_ids,
+    "vectors": _as_vectors,
+    "pairs": _as_pair,
+}

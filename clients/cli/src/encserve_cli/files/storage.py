@@ -10,13 +10,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
 from pyarrow import parquet
 
-from encserve_cli.files.reading import STDIN, DataFile, column_of, is_uri
+from encserve_cli.files.reading import STDIN, DataFile, InputKind, column_of, is_uri
 
 # The reader has at most this much of each column chunk in memory, for row groups of any size.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
@@ -182,14 +182,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:400]
 
 
-def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Literal["text", "ids", "vectors"]) -> str:
+def parquet_column(file: DataFile, schema: Any, column: str | None, kind: InputKind) -> str:
     """Return the name of the column of inputs.
 
     Raises:
         ValueError: The column is missing, or its type does not fit the kind of inputs.
     """
     try:
-        name = column_of(column, schema.names)
+        name = column_of(column, schema.names, kind)
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from None
     its = schema.field(name).type
@@ -197,6 +197,7 @@ def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Litera
         "text": is_text(its),
         "ids": is_text(its) or _is_list(its, pa.types.is_integer),
         "vectors": _is_list(its, lambda row: _is_list(row, pa.types.is_floating)),
+        "pairs": is_text(its),
     }
     if not holds[kind]:
         hint = "; for token ids, give --ids" if kind == "text" and holds["ids"] else ""
@@ -204,7 +205,12 @@ def parquet_column(file: DataFile, schema: Any, column: str | None, kind: Litera
     return name
 
 
-_WANTED = {"text": "text", "ids": "lists of whole numbers", "vectors": "lists of lists of floating-point numbers"}
+_WANTED = {
+    "text": "text",
+    "ids": "lists of whole numbers",
+    "vectors": "lists of lists of floating-point numbers",
+    "pairs": "text",
+}
 
 
 def is_text(its: Any) -> bool:

@@ -20,7 +20,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from encserve_cli.files.command import STDOUT
-from encserve_cli.files.reading import Sent
+from encserve_cli.files.reading import PAIR_COLUMNS, InputKind, Sent
 from encserve_cli.files.records import records
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.render import row_tokens
@@ -216,9 +216,11 @@ class _ParquetWriter(Writer):
         if self._file is None:
             output = result.outputs[0]
             rows = output.matrix()
-            fields = {inputs[0].column: INPUT_TYPES[inputs[0].column]}
-            fields |= output_types(str(output.kind), arrow.from_numpy_dtype(rows.dtype), rows.shape[1])
-            self._file = self._stack.enter_context(ParquetFile(self._path, arrow.schema(fields, ids_of(result))))
+            kind: InputKind = "text" if inputs[0].column == "text" else "ids"
+            fields = INPUT_TYPES[kind] | output_types(
+                str(output.kind), arrow.from_numpy_dtype(rows.dtype), rows.shape[1]
+            )
+            self._file = self._stack.enter_context(ParquetFile(self._path, arrow.schema(fields, ids_of(result)), kind))
         self._held.append(self._file.table([it.value for it in inputs], result))
         size = sum(table.nbytes for table in self._held)
         if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS or size >= _ROW_GROUP_BYTES:
@@ -234,8 +236,13 @@ class _ParquetWriter(Writer):
         self._write_held()
 
 
-# The name and the type of the column of inputs. Input vectors are not written.
-INPUT_TYPES: Mapping[str, Any] = {"text": arrow.string(), "ids": arrow.list_(arrow.int64())}
+# The columns of each kind of inputs, with their types. Input vectors are not written.
+INPUT_TYPES: Mapping[InputKind, dict[str, Any]] = {
+    "text": {"text": arrow.string()},
+    "ids": {"ids": arrow.list_(arrow.int64())},
+    "vectors": {},
+    "pairs": dict.fromkeys(PAIR_COLUMNS, arrow.string()),
+}
 
 
 def output_types(kind: str, number: Any, width: int) -> dict[str, Any]:
@@ -253,21 +260,24 @@ def output_types(kind: str, number: Any, width: int) -> dict[str, Any]:
         return {"rows": arrow.list_(row), "token_ids": arrow.list_(arrow.int64())}
     if kind == "multi_vector":
         return {"rows": arrow.list_(row), "token_indices": arrow.list_(arrow.uint32())}
+    if kind == "scores":
+        return {"score": number} if width == 1 else {"scores": row}
     return {"vector": row}
 
 
 class ParquetFile:
     """Writes a Parquet file of inputs and outputs, in row groups. Use it as a context manager."""
 
-    def __init__(self, path: Path, schema: Any) -> None:
+    def __init__(self, path: Path, schema: Any, input_kind: InputKind) -> None:
         """Open the file.
 
         Args:
             path: The file.
-            schema: The pyarrow.Schema: the column of the inputs if there is one, the columns of `output_types`, and
-                other columns.
+            schema: The pyarrow.Schema: the columns of `INPUT_TYPES`, the columns of `output_types`, and other columns.
+            input_kind: The kind of every input.
         """
         self._schema = schema
+        self._input_kind = input_kind
         # Numbers of vectors rarely repeat, so a dictionary and statistics would only cost time and space.
         plain = [field.name for field in schema if not arrow.types.is_nested(field.type)]
         self._file = arrow.OSFile(os.fsencode(path), "wb")
@@ -285,12 +295,12 @@ class ParquetFile:
         """Return a table of rows with the file's schema.
 
         Args:
-            values: (rows,) The inputs; None for a row without an input.
+            values: (rows,) The inputs; None for a row without an input. A pair is a (query, document) tuple.
             result: The outputs of the rows that are not missing; None if all rows are missing.
             missing: (rows,) True for rows without an output, which get null. None if all rows have an output.
             further: pyarrow.Table, (rows, other columns).
         """
-        columns = {name: arrow.array(values, its) for name, its in INPUT_TYPES.items() if name in self._schema.names}
+        columns = self._input_columns(values)
         columns |= {} if result is None else _output_columns(result, missing)
         columns |= {} if further is None else dict(zip(further.column_names, further.columns, strict=True))
         arrays = [
@@ -298,6 +308,16 @@ class ParquetFile:
             for field in self._schema
         ]
         return arrow.Table.from_arrays(arrays, schema=self._schema)
+
+    def _input_columns(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return the columns of the inputs by name."""
+        types = INPUT_TYPES[self._input_kind]
+        if self._input_kind != "pairs":
+            return {name: arrow.array(values, its) for name, its in types.items()}
+        return {
+            name: arrow.array([None if it is None else it[place] for it in values], its)
+            for place, (name, its) in enumerate(types.items())
+        }
 
     def write(self, table: Any) -> None:
         """Add a row group."""
@@ -326,7 +346,10 @@ def _output_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None)
         if missing is not None:
             numbers, present = np.zeros((len(missing), numbers.shape[1]), numbers.dtype), numbers
             numbers[~missing] = present
-        return {"vector": arrow.FixedSizeListArray.from_arrays(_flat(numbers), numbers.shape[1], mask=mask)}
+        (name,) = output_types(str(output.kind), arrow.float32(), numbers.shape[1])
+        if name == "score":
+            return {name: arrow.array(numbers[:, 0], mask=missing)}
+        return {name: arrow.FixedSizeListArray.from_arrays(_flat(numbers), numbers.shape[1], mask=mask)}
     lengths = _lengths(result)
     if missing is not None:
         lengths, present = np.zeros(len(missing), np.int64), lengths

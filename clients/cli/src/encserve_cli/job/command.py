@@ -1,11 +1,11 @@
-"""`encserve embed` and `encserve encode`: their options, the output of jobs on the terminal, and Ctrl-C."""
+"""`encserve embed`, `encode` and `score`: their options, the output of jobs on the terminal, and Ctrl-C."""
 
 import ctypes
 import functools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import click
@@ -34,7 +34,7 @@ _ACTORS = ("actors", "actor_cpus", "actor_gpus")
 
 
 def run_embedding(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Run `encserve embed` or `encserve encode`: a job, or a command that writes one file or prints.
+    """Run `encserve embed`, `encode` or `score`: a job, or a command that writes one file or prints.
 
     Args:
         given: The options of `encserve_cli.job_options` that the user gave, by name.
@@ -104,6 +104,9 @@ def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
 
 
 def _make_options(options: Mapping[str, Any]) -> MakeOptions:
+    if "columns" in options:  # only `encserve score` has this option
+        prompt_name, activation = options["prompt_name"], options["activation"]
+        return MakeOptions("scores", prompt_name=prompt_name, truncate=True, activation=activation)
     is_tokens = "exclude_special" in options  # only `encserve encode` has this option
     return MakeOptions(
         "tokens" if is_tokens else options["pooling"] or options["kind"] or "",
@@ -119,11 +122,15 @@ def _make_options(options: Mapping[str, Any]) -> MakeOptions:
 def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]) -> EmbedJob:
     sources: Sources = options["sources"]
     input_kind: InputKind = "ids" if sources.ids else "vectors" if "vectors" in given else "text"
+    read = ReadOptions(input_kind, sources.column, _columns(given.get("keep", ())))
+    if "columns" in options:
+        query_column, column = options["columns"]
+        read = replace(read, input_kind="pairs", column=column, query_column=query_column)
     return EmbedJob(
         sources.files,
         options["printing"].folder,
         backend,
-        read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),
+        read=read,
         make=_make_options(options),
         shard=Shard(*given["shard"]) if "shard" in given else None,
         overwrite="overwrite" in given,
@@ -141,7 +148,7 @@ def _work(job: EmbedJob, client: EncoderClient | None, given: Mapping[str, Any],
     finished = job.finished()  # until `describe` below, Ctrl-C raises KeyboardInterrupt and so ends this search
     if as_json:
         _event("plan", plan_record(job.plan, job.shard, job.store.uri, finished))
-    unit = "texts" if job.plan.read.input_kind == "text" else "inputs"
+    unit = {"text": "texts", "pairs": "pairs"}.get(job.plan.read.input_kind, "inputs")
     interrupts = Interrupts.current()
     interrupts.describe(functools.partial(_stopped, job, given), job.stop, *([] if client is None else [client.close]))
     try:

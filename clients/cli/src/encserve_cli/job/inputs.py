@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from encserve_cli.files.kept import common_type, split_type, type_named
-from encserve_cli.files.reading import STDIN, DataFile, ReadOptions, named_file
+from encserve_cli.files.reading import PAIR_COLUMNS, STDIN, DataFile, ReadOptions, named_file
 from encserve_cli.files.rows import RowReader, column_types, open_rows
 from encserve_cli.files.storage import checksum, count_rows, size_and_time
 from encserve_cli.job.plan import Plan
@@ -19,6 +19,7 @@ V = TypeVar("V")
 _THREADS = 16
 # The columns that a job writes itself.
 _OUTPUT_COLUMNS = ("text", "ids", "vector", "rows", "token_ids", "token_indices", "indices", "values")
+_SCORE_COLUMNS = (*PAIR_COLUMNS, "score", "scores")
 
 
 def in_threads(function: Callable[[T], V], values: Sequence[T]) -> list[V]:
@@ -87,7 +88,7 @@ def _check_names(options: ReadOptions) -> None:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ValueError(f"--keep {name}: is given twice")
-        if name in _OUTPUT_COLUMNS:
+        if name in (_SCORE_COLUMNS if options.input_kind == "pairs" else _OUTPUT_COLUMNS):
             raise ValueError(f"--keep {name}: the job writes a column {name!r}; rename the column of the inputs")
 
 

@@ -116,6 +116,7 @@ class LocalEncoder:
                 prompt_name=make.prompt_name,
                 truncate=make.truncate,
                 exclude_special_tokens=make.exclude_special,
+                activation=make.activation or "model",
                 on_batch=lambda rows, tokens, _: on_batch(rows, tokens),
             )
         except offline.Stopped as error:

@@ -53,7 +53,8 @@ def write_part(plan: Plan, store: Store, blocks: Iterator[tuple[Block, Encoded]]
     uri = f"{store.uri}/{name}"
     with store.new_file(name) as path, ExitStack() as stack:
         with written(uri):
-            file = stack.enter_context(ParquetFile(path, _schema(plan, block.rows.kept.schema)))
+            schema = _schema(plan, block.rows.kept.schema)
+            file = stack.enter_context(ParquetFile(path, schema, plan.read.input_kind))
         while True:
             refused = block.rows.problems | {index: it.problem for index, it in encoded.refused.items()}
             missing = np.zeros(len(block.rows.values), np.bool_)  # (rows,)
@@ -86,7 +87,7 @@ def _record(plan: Plan, part: Part, rows: int) -> dict[str, Any]:
         "input": file.checksum,
         "input_bytes": file.size_bytes,
         "input_kind": plan.read.input_kind,
-        "column": plan.read.column,
+        "columns": list(plan.read.columns),
         "number": part.number,
         "part_rows": plan.part_rows,
         "kept_types": dict(plan.kept_types),

@@ -17,7 +17,7 @@ from encserve_cli.files.reading import ReadOptions
 from encserve_cli.files.rows import MIB
 from encserve_cli.files.writing import INPUT_TYPES, RAGGED, output_types
 from encserve_cli.job.types import STRIPE_PARTS, InputFile, Part, PartReport, Shard, Work
-from encserve_client import DType, Output, Task
+from encserve_client import Activation, DType, Output, Task
 
 PLAN_NAME = "_job.json"
 PLAN_FORMAT = 3
@@ -40,14 +40,15 @@ class MakeOptions:
     """The output of each input.
 
     Attributes:
-        kind: The kind of the output, as `Output.kind`. "" for the kind that the model was trained for, until the model
-            is known.
+        kind: The kind of the output, as `Output.kind`; or "scores" for the scores of pairs. "" for the kind that the
+            model was trained for, until the model is known.
         dimensions: Keep only the first `dimensions` numbers of each vector; None for all.
         dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
         task: The task of the texts.
         prompt_name: The name of the prompt before every text; None for the default of the model or the task.
         truncate: Whether to cut an input that is too long. Otherwise the row is rejected.
         exclude_special: For "tokens": whether to leave out the vectors of special tokens.
+        activation: For "scores": the function that turns logits into scores; None for the model's own.
     """
 
     kind: str = ""
@@ -57,6 +58,7 @@ class MakeOptions:
     prompt_name: str | None = None
     truncate: bool = False
     exclude_special: bool = False
+    activation: Activation | None = None
 
     @property
     def output(self) -> Output:
@@ -74,7 +76,8 @@ class ModelFacts:
         fingerprint: Identifies the bundle.
         space_id: Identifies the vector space; empty if unknown.
         pooling: The pooling of "model"; empty if unknown.
-        width: The number of numbers in a vector of the output; for "binary" the number of bytes.
+        width: The number of numbers in a vector of the output; for "binary" the number of bytes, and for "scores" the
+            number of labels.
         max_tokens: The largest number of tokens of an input.
         engine: "server", or an engine of this process.
         precision: The number type of the engine's computations.
@@ -141,10 +144,9 @@ class Plan:
 
     def fields(self) -> list[tuple[str, Any]]:
         """Return (name, Arrow type) of the columns of a part, without the columns of --keep."""
-        inputs = {"text": "text", "ids": "ids"}.get(self.read.input_kind)
         number = _ARROW_TYPES[self.make.dtype]
         return [
-            *([(inputs, INPUT_TYPES[inputs])] if inputs else []),
+            *INPUT_TYPES[self.read.input_kind].items(),
             *output_types(self.make.kind, number, self.model.width).items(),
         ]
 

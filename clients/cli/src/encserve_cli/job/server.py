@@ -1,8 +1,9 @@
-"""The encoder that uses a server. Inputs of similar length share a message."""
+"""The encoders that use a server: for vectors, and for scores of pairs."""
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from encserve_cli.files.encoding import REFUSALS, with_sent_ids
 from encserve_cli.files.rows import Value
@@ -19,6 +21,7 @@ from encserve_cli.job.run import LocalWorker
 from encserve_cli.job.types import BatchProgress, Encoded, Stopped
 from encserve_client import (
     Block,
+    EncodedOutput,
     EncoderClient,
     EncodeResult,
     EncserveError,
@@ -26,6 +29,7 @@ from encserve_client import (
     ModelInfo,
     ServerError,
     ServerUnavailableError,
+    Timings,
 )
 from encserve_client.inputs import pack_input
 from encserve_client.options import Options
@@ -41,52 +45,36 @@ _PROBE_SECONDS = 60.0  # the longest time of a probe, and of a restart of the se
 _MOST_CRASHING = 4  # if a server dies for more inputs of a block, the server itself is broken
 
 
-class ServerEncoder:
+class ServerEncoder(ABC):
     """Encodes through a client. Several threads may use an encoder at the same time.
 
     The encoder finds and refuses an input that makes the server die. During the search no other thread sends inputs, so
     only the inputs of the search can make the server die.
     """
 
-    def __init__(
-        self, client: EncoderClient, info: ModelInfo, make: MakeOptions, *, include_token_strings: bool = False
-    ) -> None:
-        """`info` is the model; `make` is the output of each value. The caller closes the client."""
+    def __init__(self, client: EncoderClient, info: ModelInfo) -> None:
+        """`info` is the model. The caller closes the client."""
         self._client = client
         self._info = info
-        options = Options(
-            (make.output,),
-            make.dtype,
-            make.truncate,
-            make.exclude_special,
-            include_token_strings,
-            make.prompt_name,
-            make.task,
-        )
-        self._probe = pb.EncodeRequest(model=info.name, model_version=info.version, options=options.to_proto())
-        self._run = partial(
-            client.run,
-            outputs=options.outputs,
-            model=info.name,
-            version=info.version,
-            dtype=make.dtype,
-            truncate=make.truncate,
-            exclude_special_tokens=make.exclude_special,
-            include_token_strings=include_token_strings,
-            prompt_name=make.prompt_name,
-            task=make.task,
-        )
         self._n_running = 0
         self._may_begin = threading.Condition()
         self._stopped = False  # not an Event: a signal handler may call `stop`
 
+    @abstractmethod
     def check(self) -> None:
         """Check that the model has the output, before a plan is made or parts are removed.
 
         Raises:
             InvalidRequestError: The model lacks the output, the task or the prompt. The message lists allowed values.
         """
-        self._run([])
+
+    @abstractmethod
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
+        """Encode values with calls that may fail because the server dies."""
+
+    @abstractmethod
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
+        """Return the name of an RPC, and a request with all values."""
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         """See `Encoder`.
@@ -115,33 +103,6 @@ class ServerEncoder:
             if good:
                 encoded = self._encode([values[index] for index in good], lambda _, tokens: on_batch(0, tokens))
         return Encoded(encoded.result, refused | {good[index]: error for index, error in encoded.refused.items()})
-
-    def _encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
-        counted = 0
-
-        def count(done: int, _: int | None) -> None:
-            nonlocal counted
-            self._check_running()  # `count` is called after failed attempts too
-            on_batch(max(done - counted, 0), 0)
-            counted = max(done, counted)
-
-        # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
-        order = sorted(range(len(values)), key=lambda index: len(values[index]))
-        inputs = [values[index] for index in order]
-        result = self._run(inputs, progress=count)
-        for error in result.errors.values():
-            if not isinstance(error, REFUSALS):  # the input itself is not the cause
-                raise error
-        if result.fingerprint != self._info.fingerprint:
-            raise ValueError(
-                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve the old "
-                "version again, or begin again (a job with --overwrite)"
-            )
-        on_batch(0, sum(it.token_count for it in result.sequences))
-        if isinstance(inputs[0], list):
-            result = with_sent_ids(result, inputs)
-        refused = {order[index]: error for index, error in result.errors.items()}
-        return Encoded(_in_order(result, order) if len(refused) < len(values) else None, refused)
 
     def _crashing(self, values: Sequence[Value]) -> dict[int, EncserveError]:
         """Return the inputs that make the server die, by index. Each of them was sent alone.
@@ -174,10 +135,9 @@ class ServerEncoder:
 
     def _crash(self, values: Sequence[Value]) -> str:
         """Send inputs once. Return the problem if the server dies, and "" if the server answers or refuses."""
-        request = pb.EncodeRequest(inputs=[pack_input(value, "inputs") for value in values])
-        request.MergeFrom(self._probe)
+        method, request = self._probe(values)
         try:
-            self._client.raw_method("Encode")(request.SerializeToString(), timeout=_PROBE_SECONDS)
+            self._client.raw_method(method)(request.SerializeToString(), timeout=_PROBE_SECONDS)
         except grpc.RpcError as error:
             trailers: Any = error.trailing_metadata() or ()
             if error.code() in _CRASH_CODES and "encserve-error-reason" not in dict(trailers):
@@ -203,6 +163,25 @@ class ServerEncoder:
             self._may_begin.wait_for(lambda: not self._n_running)
             yield
 
+    def _counter(self, on_batch: BatchProgress) -> Callable[[int], None]:
+        """Return a function that reports rows. The argument is the number of finished rows of one `_encode`."""
+        counted = 0
+
+        def count(done: int) -> None:
+            nonlocal counted
+            self._check_running()  # `count` is called after failed attempts too
+            on_batch(max(done - counted, 0), 0)
+            counted = max(done, counted)
+
+        return count
+
+    def _check_fingerprint(self, fingerprint: str) -> None:
+        if fingerprint != self._info.fingerprint:
+            raise ValueError(
+                f"the server has replaced the model: {self._info.fingerprint} by {fingerprint}; serve the old version "
+                "again, or begin again (a job with --overwrite)"
+            )
+
     def _check_running(self) -> None:
         if self._stopped:
             raise Stopped
@@ -214,6 +193,120 @@ class ServerEncoder:
     def close(self) -> None:
         """See `Encoder`."""
         self._stopped = True
+
+
+class VectorEncoder(ServerEncoder):
+    """Computes vectors through a client."""
+
+    def __init__(
+        self, client: EncoderClient, info: ModelInfo, make: MakeOptions, *, include_token_strings: bool = False
+    ) -> None:
+        """`info` is the model; `make` is the output of each value. The caller closes the client."""
+        super().__init__(client, info)
+        options = Options(
+            (make.output,),
+            make.dtype,
+            make.truncate,
+            make.exclude_special,
+            include_token_strings,
+            make.prompt_name,
+            make.task,
+        )
+        self._template = pb.EncodeRequest(model=info.name, model_version=info.version, options=options.to_proto())
+        self._run = partial(
+            client.run,
+            outputs=options.outputs,
+            model=info.name,
+            version=info.version,
+            dtype=make.dtype,
+            truncate=make.truncate,
+            exclude_special_tokens=make.exclude_special,
+            include_token_strings=include_token_strings,
+            prompt_name=make.prompt_name,
+            task=make.task,
+        )
+
+    def check(self) -> None:
+        """See `ServerEncoder`."""
+        self._run([])
+
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
+        request = pb.EncodeRequest(inputs=[pack_input(value, "inputs") for value in values])
+        request.MergeFrom(self._template)
+        return "Encode", request
+
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
+        count = self._counter(on_batch)
+        # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
+        order = sorted(range(len(values)), key=lambda index: len(values[index]))
+        inputs = [values[index] for index in order]
+        result = self._run(inputs, progress=lambda n, _: count(n))
+        for error in result.errors.values():
+            if not isinstance(error, REFUSALS):  # the input itself is not the cause
+                raise error
+        self._check_fingerprint(result.fingerprint)
+        on_batch(0, sum(it.token_count for it in result.sequences))
+        if isinstance(inputs[0], list):
+            result = with_sent_ids(result, inputs)
+        refused = {order[index]: error for index, error in result.errors.items()}
+        return Encoded(_in_order(result, order) if len(refused) < len(values) else None, refused)
+
+
+class ScoreEncoder(ServerEncoder):
+    """Computes the scores of pairs of texts through a client."""
+
+    def __init__(self, client: EncoderClient, info: ModelInfo, make: MakeOptions) -> None:
+        """`info` is the model; `make` has the options of the scores. The caller closes the client."""
+        super().__init__(client, info)
+        self._template = pb.ScoreRequest(model=info.name, model_version=info.version, prompt_name=make.prompt_name)
+        self._score = partial(
+            client.score,
+            activation=make.activation,
+            truncate=make.truncate,
+            prompt_name=make.prompt_name,
+            model=info.name,
+            version=info.version,
+        )
+
+    def check(self) -> None:
+        """See `ServerEncoder`. The server checks the options of a call only with a pair."""
+        self._score([("", "")])
+
+    def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
+        request = pb.ScoreRequest(pairs=[pb.TextPair(query=query, document=document) for query, document in values])
+        request.MergeFrom(self._template)
+        return "Score", request
+
+    def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
+        count = self._counter(on_batch)
+        found: dict[int, Any] = {}  # index of a pair → (labels,)
+        refused: dict[int, EncserveError] = {}
+        groups = [list(range(len(values)))]
+
+        def progress(done: int, _: int | None) -> None:
+            count(len(found) + len(refused) + done)
+
+        while groups:
+            group = groups.pop()
+            try:
+                scores = self._score([values[index] for index in group], progress=progress)
+            except REFUSALS as error:
+                if error.index is None:
+                    raise
+                # A call fails if one pair is refused. Halves need fewer calls if many pairs are refused.
+                refused[group.pop(error.index)] = error
+                half = len(group) // 2
+                groups += filter(None, (group[:half], group[half:]))
+            else:
+                found |= zip(group, scores.reshape(len(group), -1), strict=True)
+        self._check_fingerprint(self._client.model(self._info.name, self._info.version).fingerprint)
+        return Encoded(self._result([found[index] for index in sorted(found)]) if found else None, refused)
+
+    def _result(self, scores: Sequence[Any]) -> EncodeResult:
+        info, rows = self._info, np.stack(scores)  # (pairs, labels)
+        output = EncodedOutput("scores", False, (Block(rows, np.ones(len(rows), np.int64)),))  # type: ignore[arg-type]
+        timings = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
+        return EncodeResult(info.name, info.version, info.fingerprint, (output,), (), timings, info.space_id)
 
 
 def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
@@ -239,7 +332,7 @@ def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
 def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
     """Return the facts about a served model for a plan."""
     task = info.tasks.get(make.task) if make.task else None
-    width = info.width(make.output)
+    width = max(len(info.labels), 1) if make.kind == "scores" else info.width(make.output)
     return ModelFacts(
         model=info.name,
         version=info.version,
@@ -289,6 +382,10 @@ class ServerBackend:
             info = known[0] if known else info
         made = replace(make, kind=make.kind or info.trained_kind)
         strings = self._include_token_strings and made.kind in RAGGED
-        encoder = ServerEncoder(self._client, info, made, include_token_strings=strings)
+        encoder: ServerEncoder
+        if made.kind == "scores":
+            encoder = ScoreEncoder(self._client, info, made)
+        else:
+            encoder = VectorEncoder(self._client, info, made, include_token_strings=strings)
         encoder.check()
         return LocalWorker(made, server_facts(info, made), encoder)

@@ -25,6 +25,7 @@ Field = Literal["documents", "document_vectors", "pairs", "texts"]
 # A score is one number, and the server runs a large call in parts. So a message of a score call may have more tokens
 # than other messages.
 _MAX_TOKENS = 16 * MAX_MESSAGE_TOKENS
+_MOST = 2**32 - 1  # the largest number of the contract
 _OVERHEAD_BYTES = 8
 _INDEX_BYTES = 4
 _ACTIVATIONS: dict[Activation | None, pb.Activation] = {
@@ -61,6 +62,7 @@ class ScoreOptions:
     activation: Activation | None = None
     truncate: bool = True
     prompt_name: str | None = None
+    max_document_tokens: int | None = None
     top_k: int | None = None
 
     def to_proto(self) -> pb.ScoreRequest:
@@ -71,14 +73,17 @@ class ScoreOptions:
         """
         if self.activation is not None:
             check_choice("activation", self.activation, Activation)
-        if self.top_k is not None and as_int("top_k", self.top_k) < 1:
-            raise InvalidInputError(f"must be >= 1; was {self.top_k}", field="top_k")
+        for name in ("max_document_tokens", "top_k"):
+            number = getattr(self, name)
+            if number is not None and not 1 <= as_int(name, number) <= _MOST:
+                raise InvalidInputError(f"must be from 1 to {_MOST:,}; was {number}", field=name)
         check_type("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         is_cut = check_type("truncate", self.truncate, bool, "a bool")
         return pb.ScoreRequest(
             activation=_ACTIVATIONS[self.activation],
             truncation=pb.TRUNCATION_END if is_cut else pb.TRUNCATION_REFUSE,
             prompt_name=self.prompt_name,
+            max_document_tokens=self.max_document_tokens or 0,
             top_k=self.top_k or 0,
         )
 
