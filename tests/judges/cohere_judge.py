@@ -49,12 +49,11 @@ with cohere.ClientV2(**api) as client:
             facts[name] = error.status_code
     ranked = client.rerank(model=model, query=texts[0], documents=texts, top_n=2)
     facts["v2_units"] = ranked.meta.billed_units.search_units
-    facts["v2_ranks"] = [(it.index, it.relevance_score) for it in ranked.results]
+    facts["v2_documents"] = [it.index for it in ranked.results]
 with cohere.Client(**api) as first:
     ranked = first.rerank(model=model, query=texts[0], documents=texts, return_documents=True)
     facts["v1_units"] = ranked.meta.billed_units.search_units
-    facts["v1_ranks"] = [(it.index, it.relevance_score) for it in ranked.results]
-    facts["v1_documents"] = [it.document.text for it in ranked.results]
+    facts["v1_documents"] = [(it.index, it.document.text) for it in ranked.results]
     many = first.embed(texts=texts * 50, **options)  # the SDK splits this into requests of 96 texts
     vectors["v1"] = np.array(many.embeddings)
     vectors["v1_int8"] = np.array(first.embed(texts=texts, embedding_types=["int8"], **options).embeddings.int8)

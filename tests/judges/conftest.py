@@ -1,4 +1,4 @@
-"""Fixtures: a server with all-MiniLM-L6-v2, and virtual environments with other projects' clients."""
+"""Fixtures: servers with three models, and virtual environments with other projects' clients."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ import pytest
 from checkpoints import MODEL, export_minilm
 from judging import python_environment
 from real_server import RealServer, real_server
+from served_scores import Served, served_scores
 
 from encserve_client import EncoderClient
 
@@ -27,6 +28,21 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 def client(minilm: RealServer) -> Iterator[EncoderClient]:
     with EncoderClient(minilm.target) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a cross-encoder of random weights, in the shape of cross-encoder/ms-marco-MiniLM-L6-v2."""
+    shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+    with served_scores(tmp_path_factory.mktemp("cross_encoder"), "cross-encoder", layout="6", **shape) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a classifier of three labels."""
+    with served_scores(tmp_path_factory.mktemp("classifier"), "classifier", labels=3) as served:
+        yield served
 
 
 @pytest.fixture(scope="session", params=["pinned", pytest.param("newest", marks=pytest.mark.weekly)])

@@ -70,14 +70,6 @@ def assert_same_bits(got: Array, want: Array) -> None:
     assert got.astype(np.float32).tobytes() == want.tobytes()
 
 
-def check_ranks(ranks: list[tuple[int, float]], unit_vectors: Array, count: int = len(TEXTS)) -> None:
-    """Check that the ranks of TEXTS for the first text are the texts with the largest cosines."""
-    cosines = unit_vectors @ unit_vectors[0]
-    order = np.argsort(-cosines, kind="stable").tolist()[:count]
-    assert [index for index, _ in ranks] == order
-    np.testing.assert_allclose([score for _, score in ranks], cosines[order], atol=1e-6)
-
-
 def check_triton(got: dict[str, Array], facts: dict[str, Any], client: EncoderClient, vectors: Array) -> None:
     """Check the results of Triton's gRPC client or HTTP client."""
     for name in ("sync", "async_infer", "aio"):
@@ -215,17 +207,9 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
     assert (facts["texts"], facts["version"], facts["unknown_model"], facts["start"]) == (TEXTS, "2", 404, 400)
     assert facts["id"]
     assert facts["tokens"] > len(TEXTS)
-    check_ranks(facts["v1_ranks"], unit_vectors)
-    check_ranks(facts["v2_ranks"], unit_vectors, count=2)
     assert facts["v1_units"] == facts["v2_units"] == 1
-    assert facts["v1_documents"] == [TEXTS[at] for at, _ in facts["v1_ranks"]]
-
-
-def test_litellm_ranks(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    _, facts = judge(bin_of("gateways"), "litellm_judge.py", minilm.url, tmp_path, **variables)
-    for name in ("cohere", "jina_ai", "hosted_vllm", "huggingface"):
-        check_ranks(facts[name], unit_vectors)
+    assert [len(facts[name]) for name in ("v2_documents", "v1_documents")] == [2, len(TEXTS)]
+    assert all(text == TEXTS[index] for index, text in facts["v1_documents"])
 
 
 def vectors_of_lines(output: str) -> Array:

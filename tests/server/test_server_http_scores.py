@@ -94,8 +94,9 @@ async def test_documents_are_ranked_as_vllm_does(serve: Serve) -> None:
 async def test_the_scores_of_documents_are_those_of_the_model(serve: Serve) -> None:
     server = await serve(FILES, HTTP, scores=scores())
     check_ranks((await ask(server, "/rerank", ASKED))["results"], sigmoid(LOGITS))
-    logits = {**ASKED, "use_activation": False, "priority": 1, "user": "a", "max_chunks_per_doc": 2}
-    check_ranks((await ask(server, "/rerank", logits))["results"], LOGITS)
+    for name, value in (("use_activation", False), ("raw_scores", True)):  # vLLM's field and infinity's field
+        logits = {**ASKED, name: value, "priority": 1, "user": "a", "max_chunks_per_doc": 2}
+        check_ranks((await ask(server, "/rerank", logits))["results"], LOGITS)
 
 
 async def test_documents_are_ranked_as_cohere_and_jina_do(serve: Serve) -> None:
@@ -263,6 +264,27 @@ async def test_labels_are_predicted_as_text_embeddings_inference_does(serve: Ser
     check([await ask(server, "/predict", {"inputs": [DOCUMENTS[0], DOCUMENTS[2]]})], softmax(want[:1]))
     pairs = [[DOCUMENTS[0], DOCUMENTS[2]], [DOCUMENTS[2], DOCUMENTS[0]]]
     check(await ask(server, "/predict", {"inputs": pairs}), softmax(want))
+
+
+async def test_labels_are_predicted_as_huggingface_hub_reads_them(serve: Serve) -> None:
+    """With `parameters`, as huggingface_hub sends them, the reply has a list for each text."""
+    server = await serve_classifier(serve)
+    logits = logits_of([[BEGIN, *IDS[0], END]], labels=3)
+    functions = {"softmax": softmax(logits), "sigmoid": sigmoid(logits), "none": logits}
+    body = {"inputs": DOCUMENTS[0]}
+    wanted = [({}, functions["softmax"]), *(({"function_to_apply": it}, rows) for it, rows in functions.items())]
+    for count in (1, 2, 3, 4):
+        for parameters, rows in wanted:
+            (got,) = await ask(server, "/predict", {**body, "parameters": {**parameters, "top_k": count}})
+            order = np.argsort(-rows[0])[:count]
+            assert [it["label"] for it in got] == [LABELS[at] for at in order]
+            np.testing.assert_allclose([it["score"] for it in got], rows[0][order], rtol=1e-4)
+    assert await ask(server, "/predict", {**body, "parameters": {}}) == [await ask(server, "/predict", body)]
+    many = await ask(server, "/predict", {"inputs": [[DOCUMENTS[0]], [DOCUMENTS[2]]], "parameters": {"top_k": 1}})
+    assert [len(it) for it in many] == [1, 1]
+    for name, value, problem in (("top_k", 0, "must be at least 1"), ("function_to_apply", "tanh", "must be one of")):
+        refused = await post(server, "/predict", {**body, "parameters": {name: value}})
+        assert f"parameters.{name}: {problem}" in refused.text
 
 
 async def test_one_label_is_predicted(serve: Serve) -> None:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, TypedDict
 
+import msgspec
 import orjson
 
 from encserve_server.calls import Call
@@ -32,8 +33,8 @@ class AnyRerankBody(scores.RerankBody):
 
     Attributes:
         texts: The texts to rank, instead of documents. The reply is then a list.
-        raw_scores: Only with texts: whether the scores are the logits of the model. Otherwise the scores are from 0 to
-            1.
+        raw_scores: Whether the scores are the logits of the model. Otherwise the scores of texts are from 0 to 1, and
+            the scores of documents are the model's own.
         return_text: Only with texts: whether the reply has the texts.
         truncation_direction: Only with texts: right or left. With left, an input that is too long is refused, because
             this server cuts only the end of a text.
@@ -135,6 +136,8 @@ class JinaRoutes:
         if fields.texts is not None:
             raise InvalidField("texts", f"must be left out if documents is set; was {len(fields.texts)} texts")
         call.naming = cohere.OF_DOCUMENTS
+        if fields.raw_scores:  # infinity's name of this field
+            fields = msgspec.structs.replace(fields, use_activation=False)
 
         def answer(model: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
             yield from _answer(fields.model or model.bundle.name, scored, results)

@@ -39,6 +39,7 @@ from encserve_server.protocols.http_json.requests import (
     Inputs,
     PooledBody,
     SentInputs,
+    choice,
     encode,
     is_left,
     model_of,
@@ -48,12 +49,13 @@ from encserve_server.protocols.http_json.requests import (
 )
 from encserve_server.statuses import Status
 from encserve_server.types.bundles import Bundle
-from encserve_server.types.requests import OutputKind
+from encserve_server.types.requests import Activation, OutputKind
 from encserve_server.types.sequences import TokenSequence
 
 _TOKENS = OutputSpec(OutputKind.TOKENS)
 _INPUTS = "inputs"
 _EXAMPLE = {"inputs": ["a cat", "a dog"]}
+_ACTIVATIONS = {"sigmoid": Activation.SIGMOID, "softmax": Activation.SOFTMAX, "none": Activation.NONE}
 
 
 class EmbedBody(PooledBody):
@@ -153,6 +155,19 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
 
 
+class PredictParameters(msgspec.Struct):
+    """The fields that huggingface_hub sends in addition.
+
+    Attributes:
+        function_to_apply: The function that turns the logits of the model into scores: sigmoid, softmax, or none for
+            logits. It counts more than raw_scores.
+        top_k: The number of labels to return for each input. Default: all.
+    """
+
+    function_to_apply: str | None = None
+    top_k: int | None = None
+
+
 class PredictBody(scores.ScoreBody):
     """The fields of /predict.
 
@@ -162,11 +177,14 @@ class PredictBody(scores.ScoreBody):
             one label, softmax for several labels.
         truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
             only the end of a text.
+        parameters: Further fields. With this object, the reply has a list for each input, even for an input without a
+            list around it. huggingface_hub sends requests and reads replies in this form.
     """
 
     inputs: str | list[str | list[str]] | None = None
     raw_scores: bool | None = None
     truncation_direction: str | None = None
+    parameters: PredictParameters | None = None
 
 
 class Prediction(TypedDict):
@@ -391,16 +409,25 @@ class TeiRoutes:
         fields = await self._predict.decode(request.body, call.hold)
         texts, pairs, is_one = _predicted(fields.inputs)
         call.naming = _OF_PAIRS if pairs else _NAMING
+        parameters = fields.parameters or PredictParameters()
+        is_flat = is_one and fields.parameters is None
+        function = choice("parameters.function_to_apply", parameters.function_to_apply, _ACTIVATIONS)
+        count = positive("parameters.top_k", parameters.top_k) or None
 
         def answer(_: ServedModel, scored: Scored) -> Iterator[bytes]:
             labels = [orjson.dumps(label) for label in scored.labels]
-            yield b"" if is_one else b"["
+            yield b"" if is_flat else b"["
             for i, row in enumerate(scored.scores):
                 found = zip(scores.numbers(row), labels, strict=True)
                 made = [b'{"score":%s,"label":%s}' % it for it in found]
                 yield b"," if i else b""
-                yield b"[" + b",".join([made[at] for at in np.argsort(-row, kind="stable").tolist()]) + b"]"
-            yield b"" if is_one else b"]"
+                yield b"[" + b",".join([made[at] for at in np.argsort(-row, kind="stable")[:count].tolist()]) + b"]"
+            yield b"" if is_flat else b"]"
+
+        def activation(bundle: Bundle) -> Activation | None:
+            if function is not None:
+                return _ACTIVATIONS[function]
+            return scores.logits_or_share(bundle, raw=fields.raw_scores is True)
 
         return await scores.score(
             call,
@@ -409,7 +436,7 @@ class TeiRoutes:
             answer,
             self._settings,
             check=scores.check_labels,
-            activation=lambda bundle: scores.logits_or_share(bundle, raw=fields.raw_scores is True),
+            activation=activation,
             texts=texts,
             from_left=is_left("truncation_direction", fields.truncation_direction),
         )

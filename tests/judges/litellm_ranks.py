@@ -1,0 +1,29 @@
+"""Ranks documents with LiteLLM, as its providers for five servers send requests.
+
+The program runs in the virtual environment of the requirements file gateways.txt.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import litellm
+from rank_io import Ranks, address, documents, model, query, rank_with
+
+
+def rank(provider: str, path: str = "", texts: Sequence[str] = documents, **options: Any) -> Ranks:
+    api = {"api_base": f"{address}{path}", "api_key": "none"}
+    reply = litellm.rerank(model=f"{provider}/{model}", query=query, documents=texts, **api, **options)
+    return [(it["index"], it["relevance_score"]) for it in reply.results]
+
+
+rank_with(
+    {
+        "cohere": lambda: rank("cohere"),
+        "jina_ai": lambda: rank("jina_ai", "/v1/rerank"),
+        "hosted_vllm": lambda: rank("hosted_vllm"),
+        # This provider makes the server refuse a document that is too long, such as the last one.
+        "huggingface": lambda: rank("huggingface", texts=documents[:-1]),
+        # This provider expects each document of a reply as a string, as infinity sends it.
+        "infinity": lambda: rank("infinity", return_documents=False),
+    }
+)

@@ -1,0 +1,34 @@
+"""Runs the clients of a rank judge, a program `*_ranks.py`. Each client ranks the same documents with our server.
+
+A rank judge runs as `PROGRAM ADDRESS MODEL REQUESTS`. REQUESTS is a JSON file with `query` and `documents`. The program
+prints a JSON object. For each client it has the ranks as pairs [index, score], or the error of the client.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+address, model, _requests_file = sys.argv[1:]
+_requests = json.loads(Path(_requests_file).read_text(encoding="utf-8"))
+query: str = _requests["query"]
+documents: list[str] = _requests["documents"]
+Ranks = list[tuple[int, float]]
+
+
+def ranks_of(results: Iterable[Any]) -> Ranks:
+    """Return the ranks of results that have the attributes index and relevance_score."""
+    return [(it.index, it.relevance_score) for it in results]
+
+
+def rank_with(clients: Mapping[str, Callable[[], Ranks]]) -> None:
+    """Call each client, and print the ranks."""
+    found: dict[str, Any] = {}
+    for name, call in clients.items():
+        try:
+            found[name] = call()
+        except Exception:  # the test of each client reports its own error
+            found[name] = traceback.format_exc()
+    sys.stdout.write(f"\n{json.dumps(found)}")

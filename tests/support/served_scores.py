@@ -1,0 +1,37 @@
+"""Runs a real server with a small cross-encoder or classifier of random weights."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exporting import export_once
+from real_server import RealServer, real_server
+from score_models import write_scores
+
+from encserve_export import Target, export_hf
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server with one model.
+
+    Attributes:
+        name: The name of the model.
+        server: The server.
+        directory: The directory from which the model was exported.
+    """
+
+    name: str
+    server: RealServer
+    directory: Path
+
+
+@contextlib.contextmanager
+def served_scores(folder: Path, name: str, **options: Any) -> Iterator[Served]:
+    """Write a directory with `write_scores(**options)`, export it as `name`, and run a server with this model."""
+    directory = write_scores(folder / name, **options)
+    export_once(export_hf, directory, target=Target(model_repository=folder / "models", name=name))
+    with real_server(folder / "models", "--model", name, "--http-port", "0") as server:
+        yield Served(name, server, directory)
