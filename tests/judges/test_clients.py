@@ -70,6 +70,14 @@ def assert_same_bits(got: Array, want: Array) -> None:
     assert got.astype(np.float32).tobytes() == want.tobytes()
 
 
+def check_ranks(ranks: list[tuple[int, float]], unit_vectors: Array) -> None:
+    """Check that the ranks of TEXTS for the first text are the texts in the order of their cosines."""
+    cosines = unit_vectors @ unit_vectors[0]
+    order = np.argsort(-cosines, kind="stable").tolist()
+    assert [index for index, _ in ranks] == order
+    np.testing.assert_allclose([score for _, score in ranks], cosines[order], atol=1e-6)
+
+
 def check_triton(got: dict[str, Array], facts: dict[str, Any], client: EncoderClient, vectors: Array) -> None:
     """Check the results of Triton's gRPC client or HTTP client."""
     for name in ("sync", "async_infer", "aio"):

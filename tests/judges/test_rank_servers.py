@@ -1,6 +1,6 @@
 """Tests what vLLM's and infinity's own tests assert of /rerank, /score and /classify.
 
-docs/rerank.md lists the assertions that do not hold here. The models of these tests have random weights, so the right
+docs/reference/http.md lists the assertions that do not hold here. The models have random weights, so the right
 scores come from sentence-transformers.
 """
 
@@ -154,8 +154,8 @@ def test_a_cross_encoder_makes_no_vectors(cross_encoder: Served) -> None:
 
 
 Case = tuple[str, str, dict[str, Any], int, str]
-# For each row of the table in the section Differences of docs/rerank.md: the text of the first column, and the cases.
-# A case is the model, the route, the body, the expected status, and a part of the expected reply.
+# For each row of the table under "Differences in ranks and classes" in docs/reference/http.md: the text of the first
+# column, and the cases. A case is the model, the route, the body, the expected status, and a part of the expected reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "a pair or a text that is too long": [
         ("cross-encoder", "/rerank", {"query": LONG, "documents": DOCUMENTS}, 200, '"results":'),
@@ -202,7 +202,7 @@ def test_the_replies_are_as_documented(cross_encoder: Served, classifier: Served
 
 
 def test_the_table_in_the_docs_has_these_rows() -> None:
-    page = (ROOT / "docs/rerank.md").read_text()
-    section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/reference/http.md").read_text()
+    section = page.partition("\n## Differences in ranks and classes\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == list(DIFFERENCES)
