@@ -34,7 +34,7 @@ def page() -> str:
     """Return the page."""
     parts = [HEAD]
     for name, command in PROGRAMS.items():
-        parts += _described(command, click.Context(command, info_name=name))
+        parts += _described(command, click.Context(command, info_name=name, **command.context_settings))
     return "".join(parts)
 
 

@@ -155,7 +155,7 @@ def test_a_cross_encoder_makes_no_vectors(cross_encoder: Served) -> None:
 
 Case = tuple[str, str, dict[str, Any], int, str]
 # For each row of the table under "Differences in ranks and classes" in docs/reference/http.md: the text of the first
-# column, and the cases. A case is the model, the route, the body, the expected status, and a part of the expected reply.
+# column, and the cases. A case has the model, the route, the body, the expected status, and a part of the reply.
 DIFFERENCES: dict[str, list[Case]] = {
     "a pair or a text that is too long": [
         ("cross-encoder", "/rerank", {"query": LONG, "documents": DOCUMENTS}, 200, '"results":'),

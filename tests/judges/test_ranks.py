@@ -71,8 +71,9 @@ def scores_of_library(served: Served) -> Array:
     if served.name != MODEL:
         return score_models.library_scores(served.directory, [(QUERY, it) for it in DOCUMENTS], raw=False)[:, 0]
     library = SentenceTransformer(str(served.directory), device="cpu")
-    similarities: Array = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()
-    return similarities[0]
+    similarities = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()
+    scores: Array = similarities[0]
+    return scores
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def bench(
     model_version: str | None,
     as_json: bool,
 ) -> None:
-    """Send calls to a server, and report throughput, latencies and errors.
+    """Send calls to a server, and report rates and latencies.
 
     --concurrency and --rate may be repeated. The report has a row for each value. With --rate, the latency of a call is
     measured from the time when the call was due, even if the call was sent late. Ctrl-C ends the load at once. The
