@@ -72,8 +72,8 @@ def scores_of_library(served: Served) -> Array:
     if served.name != MODEL:
         return score_models.library_scores(served.directory, [(QUERY, it) for it in DOCUMENTS], raw=False)[:, 0]
     library = SentenceTransformer(str(served.directory), device="cpu")
-    similarities: Array = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()
-    return similarities[0]
+    similarities: Array = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()[0]
+    return similarities
 
 
 @pytest.fixture(scope="module")
