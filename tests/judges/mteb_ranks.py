@@ -86,7 +86,7 @@ url, model = requests["url"], requests["model"]
 library = SentenceTransformer if requests["is_dense"] else CrossEncoder
 ways: list[Any] = [
     library(requests["directory"], device="cpu"),
-    OpenAIAPIRerankWrapper(url, model, modalities=["text"]),
+    OpenAIAPIRerankWrapper(url, model),
     EncserveCrossEncoder(requests["target"], model),
 ]
 if requests["is_dense"]:

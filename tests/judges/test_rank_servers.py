@@ -1,4 +1,4 @@
-"""Tests what vLLM's and infinity's own tests assert of /rerank, /score and /classify.
+"""Tests the assertions of vLLM's and infinity's own tests about /rerank, /score and /classify.
 
 docs/reference/http.md lists the assertions that do not hold here. The models have random weights, so the right
 scores come from sentence-transformers.

@@ -1,6 +1,7 @@
 """Clients of other projects rank documents as sentence-transformers does, with our server and default settings.
 
-The programs `*_ranks.py` call the server with these clients, once with a cross-encoder and once with a dense model.
+The programs `*_ranks.py` call the server with these clients. The model is a cross-encoder, and in the weekly tests also
+a dense model.
 """
 
 import json
@@ -56,7 +57,7 @@ RELEVANT = {
 }
 
 
-@pytest.fixture(scope="module", params=["cross-encoder", MODEL])
+@pytest.fixture(scope="module", params=["cross-encoder", pytest.param(MODEL, marks=pytest.mark.weekly)])
 def served(request: pytest.FixtureRequest) -> Served:
     if request.param == MODEL:
         return Served(MODEL, request.getfixturevalue("minilm"), minilm_directory())
@@ -71,9 +72,8 @@ def scores_of_library(served: Served) -> Array:
     if served.name != MODEL:
         return score_models.library_scores(served.directory, [(QUERY, it) for it in DOCUMENTS], raw=False)[:, 0]
     library = SentenceTransformer(str(served.directory), device="cpu")
-    similarities = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()
-    scores: Array = similarities[0]
-    return scores
+    similarities: Array = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()[0]
+    return similarities
 
 
 @pytest.fixture(scope="module")
