@@ -55,7 +55,7 @@ from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
 BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
-# The lowest allowed ratio (job's tokens/s) / (other side's tokens/s), by precision and other side.
+# The lowest allowed ratio (job's tokens/s) / (other side's tokens/s), for each precision and each other side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),

@@ -3,8 +3,10 @@
     python bench/client.py [--texts 30000] [--width 384] [--rounds 7] [--against CHECKOUT] [--only METHOD ...]
 
 Each round runs `embed` and `stream` of both clients once, in random order. With --against, the client of another
-checkout runs in the same rounds. Figures are medians, and ratios within a round. If other processes use the machine,
-use --cpu, which divides by the client's CPU time, and compare the fastest rounds.
+checkout runs in the same rounds. Figures are medians over rounds. Ratios are computed within a round.
+
+--cpu divides by the client's CPU time instead of the elapsed time. If other processes use the machine, use --cpu and
+compare the fastest rounds.
 """
 
 import argparse
@@ -159,7 +161,7 @@ METHODS: dict[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def work(target: str, n_texts: int) -> None:
-    """Read names of methods from standard input. Write the seconds and the CPU seconds of each to standard output."""
+    """Run each method whose name is a line of standard input. Write its seconds and CPU seconds to standard output."""
     texts = [f"short text {index}" for index in range(n_texts)]
     for line in sys.stdin:
         began = time.process_time()

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cells = route, precision, f"{seconds:.0f}", f"{peak_mb:,.0f}", f"{peak_mb / weights_mb:.1f}"
                 print(f"| {' | '.join(cells)} |", flush=True)
     if exceeded:
-        sys.exit(f"an export took more than {bound_mb:,.0f} MB, the bound; see the table")
+        sys.exit(f"an export took more than {bound_mb:,.0f} MB of memory; see the table")
 
 
 if __name__ == "__main__":

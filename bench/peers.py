@@ -41,7 +41,7 @@ from harness.workload import choose_lengths, read_newest, text_workload
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
 
-# The lowest allowed ratio (encserve's tokens/s with 64 callers) / (peer's tokens/s), by precision and peer.
+# The lowest allowed ratio (encserve's tokens/s with 64 callers) / (peer's tokens/s), for each precision and each peer.
 BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
 # The lowest allowed cosine between hidden states from ONNX Runtime and from a server that --server adds. The flags of
 # such a server may choose a lower precision.

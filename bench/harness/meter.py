@@ -77,12 +77,12 @@ class Meter:
 
     @property
     def tokens(self) -> int:
-        """The number of computed tokens of all models, without padding."""
+        """The number of tokens that all models processed, without padding."""
         return round(self._difference(TOKENS))
 
     @property
     def sequences(self) -> int:
-        """The number of computed sequences of all models."""
+        """The number of sequences that all models processed."""
         return round(self._difference(SEQUENCES))
 
     def _difference(self, name: str) -> float:

@@ -24,7 +24,7 @@ class Measurement:
     """The result of one side in one round.
 
     Attributes:
-        tokens: The number of computed tokens, without padding.
+        tokens: The number of tokens that the model processed, without padding.
         seconds: The duration.
         latencies: (tokens, seconds) of each timed call. tokens is 0 if unknown.
         server_cpu_ms: The server's CPU time for each sequence, including the model; None if unknown.
@@ -39,7 +39,7 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """Computed tokens per second."""
+        """Tokens per second, without padding."""
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:

@@ -45,7 +45,7 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[TokenIds]) -> Measurement
 
 
 def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
-    """Return the tokens/s of the fastest round, by budget. The batches are sorted by length."""
+    """For each budget, return the tokens/s of the fastest round. The batches are sorted by length."""
     batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
     run_batches(engine, batches[BUDGETS[-1]])  # the first run allocates the engine's memory
     sides = [Side(str(budget), "", partial(run_batches, engine, batches[budget])) for budget in BUDGETS]
@@ -87,7 +87,7 @@ def load_transformers(checkpoint: Path) -> Any:
 
 
 def write_padded_onnx(model: Any, path: Path) -> None:
-    """Export a transformers model with PyTorch's ONNX exporter. The graph also computes padding tokens.
+    """Export a transformers model with PyTorch's ONNX exporter. The graph does not skip padding.
 
     Inputs: input_ids and attention_mask, int64 (batch, seq). Output: last_hidden_state, float32 (batch, seq, d_model).
     """
@@ -131,7 +131,10 @@ def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
 
 
 def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[TokenIds], Any]]:
-    """Return the sides that run a transformers model, and a function that computes one sequence, (seq, d_model)."""
+    """Return the sides that run a transformers model, and a function.
+
+    The function runs the model on one sequence, and returns the hidden states, (seq, d_model).
+    """
     import torch
 
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Makes the workload: the sequences that the compared programs compute. All programs get the same sequences."""
+"""Makes the workload: the sequences for the compared programs. All programs get the same sequences."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`encserve embed` reads and writes files on S3 and Google Cloud Storage. Both are emulated on this machine."""
+"""`encserve embed` reads and writes files on S3 and Google Cloud Storage. Emulators on this machine replace both."""
 
 import subprocess
 import sys

@@ -108,7 +108,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
     [error] = many["errors"]
     assert (error["status"], error["count"] > 0) == ("RESOURCE_EXHAUSTED QUEUE_FULL", True)
     assert "128 tokens" in error["example"]
-    # The server also computed calls of the warm-up, and calls that ended after the measured time.
+    # The server's count includes calls of the warm-up, and calls that ended after the measured time.
     assert one["tokens"] + many["tokens"] <= server.metric("encserve_tokens_total") - before
 
 

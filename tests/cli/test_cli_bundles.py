@@ -189,7 +189,7 @@ def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Export
 def test_a_program_on_the_path_is_not_the_exporter(
     tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a module in the current folder."""
+    """The exporter is neither a program on the path nor a module in the current folder."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for program in (programs / "encserve-export", tmp_path / "encserve.py"):
@@ -316,7 +316,7 @@ def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatc
 def test_an_export_that_needs_more_memory_than_the_machine_has_is_refused(
     tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, 400 MB of float16 weights take 800 MB. An export takes 3 times that, and 1.03 GB."""
+    """In float32, 400 MB of float16 weights take 800 MB. An export takes 3 times 800 MB, plus 1.03 GB."""
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     (checkpoint / "config.json").write_text('{"torch_dtype": "float16"}')
     with (checkpoint / "model.safetensors").open("wb") as file:
@@ -417,7 +417,7 @@ def test_pull_keeps_the_bundle_of_another_version_of_encserve(
 
 
 def test_pull_does_not_take_a_bundle_in_the_place_of_its_own(tmp_path: Path, exports: Exports) -> None:
-    """The file about the source is still there, but the bundle was replaced."""
+    """The file that describes the source still exists. But another bundle has replaced the pulled bundle."""
     model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
     pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
     shutil.rmtree(pulled)

@@ -150,9 +150,10 @@ def test_arrivals_are_poisson() -> None:
 
 
 def result_of(load: Load, rows: list[tuple[float, ...]], label: str = "UNAVAILABLE", end: float = 20.0) -> LoadResult:
-    """Return the result of two calls, of 1 and 2 sequences, that are sent in turn. The measured time starts at 10 s.
+    """Return the result of a load. The measured time starts at 10 s.
 
-    A row has the times when a call was due, sent and answered, the index of the call, and 1 for an error.
+    The load has two different calls: call 0 has 1 sequence, and call 1 has 2 sequences. A row has the times when a call
+    was due, sent and answered, the index of the call, and 1 for an error.
     """
     calls = [Call(b"", 1, 7), Call(b"", 2, 9)]
     table = np.array(rows, np.float64).reshape(-1, 5)

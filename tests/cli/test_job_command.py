@@ -631,7 +631,7 @@ def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callabl
 
 
 def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
-    """A batch that does not end gets a second. Then the process ends, and nothing of the output is left."""
+    """A batch does not end. One second after Ctrl-C, the process ends and leaves no part of the output file."""
     exits = Exits(tmp_path)
     monkeypatch.setattr(os, "_exit", exits.end)
     monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
@@ -653,7 +653,7 @@ def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_ctrl_c_ends_the_search_for_finished_parts(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    """A job that goes on reads the finished parts first. Ctrl-C ends this with one line."""
+    """A continued job first reads the finished parts. Ctrl-C during these reads ends the job with one line."""
     assert run_words(Words()).exit_code == 0
     opened = list[str]()
     read = LocalStore.open
@@ -675,7 +675,7 @@ def test_ctrl_c_ends_the_search_for_finished_parts(
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch does not end. After one second the process ends with the same line and status."""
+    """A batch does not end. One second after Ctrl-C, the process prints the usual line and ends with status 130."""
     exits = Exits(folder.parent)
     monkeypatch.setattr(os, "_exit", exits.end)
     monkeypatch.setattr(rows, "_READ_BYTES", 32)  # so that a part has several batches
@@ -774,9 +774,9 @@ async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path
 async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
     service: FakeEncoder, source: Path, folder: Path
 ) -> None:
-    """The first of three blocks fails. The server answers the other two blocks never, and the job ends soon.
+    """The first of three blocks fails, and the server never answers the other two blocks. The job ends soon.
 
-    A job that Ctrl-C ends takes the same way.
+    After Ctrl-C, a job ends in the same way.
     """
 
     async def fail_first(request: pb.EncodeRequest) -> None:
@@ -1094,7 +1094,7 @@ def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
-    """Readers of the folder would read the rows of such a part."""
+    """The file has a part number after the last part. Readers of the folder would read the rows of this file."""
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
     result = run_words(Words())

@@ -162,7 +162,10 @@ print(number)
 @pytest.mark.system
 @pytest.mark.parametrize("method", ["many", "one", "stream", "inspect"])
 async def test_an_interrupt_in_grpcs_code_leaves_a_client_that_works(service: FakeEncoder, method: str) -> None:
-    """SIGINT arrives at the start of each Python function of gRPC in turn. Then the client makes a call, and closes."""
+    """SIGINT interrupts a call in gRPC's code. After SIGINT, the client can make another call and close.
+
+    In call n, SIGINT arrives when Python enters gRPC's function number n.
+    """
     service.max_request_sequences = 2
     command = [sys.executable, "-c", INTERRUPTED, service.target, method]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300)

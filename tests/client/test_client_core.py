@@ -658,7 +658,10 @@ def test_run_raises_if_no_message_was_answered(bad: set[int]) -> None:
 
 
 def test_run_ends_after_8_failed_messages_in_a_row() -> None:
-    """The call has 100 messages, and the server never answers. The call must not wait for each message in turn."""
+    """The call has 100 messages, and the server never answers. The call must not wait for the timeout of each message.
+
+    After 8 failed messages, the call ends.
+    """
     server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
@@ -681,7 +684,7 @@ def test_run_raises_an_error_of_all_inputs() -> None:
 
 
 def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
-    """An exception of `progress` can then end the call while the server is unavailable."""
+    """An exception of `progress` can end the call, even if the server is unavailable."""
     server = Server(failing([DOWN] * 50))
     core = core_of()
     encode(core, Server(failing([])), [[1]])  # the server has answered before

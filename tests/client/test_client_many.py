@@ -71,7 +71,7 @@ async def test_arrays_are_writable(caller: Caller, service: FakeEncoder, n: int)
 async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
     """A failed input of a stream has an error at its index.
 
-    An input fails if it is invalid, if the server refuses it, or if the model cannot compute it.
+    The failed inputs are invalid, are refused by the server, or make the model fail.
     """
     service.max_request_sequences = size
 

@@ -1,6 +1,7 @@
 """Tests of the logic of `stream`, with a fake connection and a fake clock.
 
-They test order, the look-ahead, the size of messages, retries and errors of single inputs.
+They test the order of results, how many inputs are read ahead, the size of messages, retries, and errors of single
+inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +62,7 @@ def stream(
     max_in_flight: int = 64,
     timeout: float = 100.0,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the index of each input, with the token id in its result or with its error."""
+    """Yield (index, result) for each input. The result is the first token id of the input, or an error."""
     policy = RetryPolicy(initial_backoff_seconds=1.0)
     core = Core(Settings(timeout, 64 << 20, 4, policy, random=lambda: 1.0, target="host:1"))
     runs = core.stream(
@@ -177,7 +178,10 @@ def test_a_rate_that_is_exceeded_delays_the_call() -> None:
 
 
 def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
-    """The machine was suspended, so the retry of a message is after the deadline. The other inputs get results."""
+    """The machine is suspended while a message waits for its retry, and the deadline passes.
+
+    This message fails with DeadlineError. The other inputs get results.
+    """
     failures = {2: DOWN, 3: Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.0)}
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -216,7 +220,7 @@ def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
 def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
     """If inputs of a message are bad, the client sends the message again without them.
 
-    The index in the error text counts the inputs of the whole call, not those of one message.
+    The error text has the index of the input in the call, not in the message.
     """
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -235,7 +239,7 @@ def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
 
 
 def test_a_failed_message_fails_only_its_own_inputs() -> None:
-    """A message gets INTERNAL, and another gets no reply in time. The other messages get results."""
+    """One message fails with INTERNAL, and one message gets no reply in time. The other messages get results."""
 
     def encode(request: pb.EncodeRequest) -> Outcome:
         if 20 in ids_in(request):
@@ -260,7 +264,7 @@ def test_an_error_of_the_options_ends_the_call() -> None:
 
 
 def test_the_time_of_a_slow_caller_does_not_count() -> None:
-    """The caller takes 60 s for each result. The first message fails meanwhile, and is still sent again."""
+    """The caller takes 60 s for each result, longer than the timeout of 5 s. A failed message is still sent again."""
     failures = [DOWN]
     server = Server(lambda request: (3.0, failures.pop() if failures and 5 in ids_in(request) else echo(request)))
     found = []

@@ -65,7 +65,7 @@ def test_scores_equal_sentence_transformers(client: EncoderClient, directories: 
     alone = np.concatenate([client.score([pair], model=name, activation="none") for pair in pairs])
     assert worst_error(alone.reshape(got.shape), want) <= 1e-4
     if len(info.labels) == 1:
-        # For a plain regression model, transformers' pipeline is the truth, which applies no activation.
+        # transformers' pipeline applies no activation to a plain regression model, so expect the logits.
         activated = library_scores(directories / name, pairs, raw=name == "regression")
         assert worst_error(client.score(pairs, model=name)[:, None], activated) <= 1e-4
         query = pairs[20][0]

@@ -97,9 +97,9 @@ def vector(reply: str) -> np.ndarray:
 
 
 async def test_a_first_start_downloads_exports_and_serves(minilm_machine: Machine, tmp_path: Path) -> None:
-    """Meanwhile, /health names the stage. The printed curl line gives sentence-transformers' vector.
+    """During the start, /health names the stage. The printed curl line returns sentence-transformers' vector.
 
-    The hub breaks off the connection once, and the download goes on from there.
+    The hub breaks off the connection once. The next download starts at the first missing byte.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -163,7 +163,7 @@ async def test_a_broken_connection_is_opened_again(machine: Machine, tmp_path: P
 
 
 async def test_an_offline_start_names_the_missing_file(machine: Machine, tmp_path: Path) -> None:
-    """The snapshot in the hub's cache has no weights, and no bundle was made of it."""
+    """First, the hub's cache is empty. Later, it has a snapshot without weights. No bundle exists."""
     with encserve_serve("owner/small", variables=machine.variables(offline=True), cwd=tmp_path) as it:
         assert "HF_HUB_OFFLINE=0 encserve pull owner/small --to models" in it.error()
     machine.hub.hold_after = 64 * 1024
@@ -197,9 +197,9 @@ async def test_a_full_disk_ends_in_one_line_and_leaves_nothing(minilm_machine: M
 async def test_a_start_goes_on_after_a_stop_in_any_stage(
     machine: Machine, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    """The exporter ends with the command. After Ctrl-C no unfinished bundle is left; a new start removes the rest.
+    """The exporter ends with the command. Ctrl-C removes the unfinished bundle. After kill -9, the next start does.
 
-    In the first stage the hub sends nothing, and the unfinished download is there for the next start.
+    In the first stage, the hub stops sending. The unfinished download stays for the next start.
     """
     machine.hub.hold_after = 64 * 1024 if stage == "downloading" else None
     with encserve_serve("owner/small", variables=machine.variables(), cwd=tmp_path) as it:

@@ -168,7 +168,7 @@ def test_labels_that_are_too_many_are_refused(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_and_scores_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
-    """Compare the scores of 38 pairs and of texts, alone and in company. The export itself compares ids and logits."""
+    """Compare the scores of 38 pairs and of texts, alone and together. The export itself compares ids and logits."""
     row = MODELS[name]
     directory = row.write(tmp_path / "model")
     target = Target(model_repository=tmp_path / "models", name=name)

@@ -436,8 +436,8 @@ STEPS_PER_RUN, FEW, MANY = 120, 256, 65_536
 def test_health_with_a_full_queue(tmp_path: Path) -> None:
     """With 65,536 waiting inputs, health checks are at most 10 ms slower than with 256 waiting inputs.
 
-    The two loads run in turns, three times each. Only the lowest latency of each load counts, because other work on the
-    machine may slow a run.
+    The two loads alternate, and each load runs three times. Only the lowest latency of each load counts, because other
+    work on the machine may slow a run.
     """
     write_slow(tmp_path, STEPS_PER_RUN)
     flags = ("--parallel-batches", "1", "--intra-op-threads", "1", "--max-queue-tokens", "100000")

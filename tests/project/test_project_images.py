@@ -35,7 +35,10 @@ def test_constraints_have_a_version_for_each_requirement(extra: str) -> None:
 
 
 def all_of(extra: str) -> set[str]:
-    """Return the names of the packages that an extra requires directly, with those of the extras in the extra."""
+    """Return the names of the packages that an extra requires directly.
+
+    If the extra contains other extras, the packages of the other extras are included.
+    """
     found = list(map(Requirement, EXTRAS[extra]))
     inner = [name for it in found if it.name == "encserve" for name in it.extras]
     return {it.name for it in found if it.name != "encserve"}.union(*map(all_of, inner))

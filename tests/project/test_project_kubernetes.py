@@ -218,7 +218,7 @@ def test_the_server_of_a_rendering(resources: dict[str, Any]) -> None:
 
 
 def test_settings_of_every_kind_reach_the_server() -> None:
-    """Booleans, lists, large numbers, fractions and strings. A setting replaces the chart's default."""
+    """The settings are booleans, lists, large numbers, fractions and strings. They replace the chart's defaults."""
     settings = settings_of(server_of(OWN))
     assert (
         settings.items()
@@ -239,7 +239,7 @@ def test_settings_of_every_kind_reach_the_server() -> None:
 
 
 def test_options_of_a_model_are_strings() -> None:
-    """YAML reads words such as 256, yes and #x as something else than strings, unless they are quoted."""
+    """The chart quotes the options. Without quotes, YAML reads 256 as a number, yes as a boolean, #x as a comment."""
     words = ["--max-sequence-tokens", "256", "yes", "#x", 'a"b']
     model = {"name": "one", "source": "owner/one", "options": words}
     (pull,) = pod_of(rendered(models=[model]))["initContainers"]

@@ -1,6 +1,6 @@
 """Tests of the admission of calls to the queue.
 
-They check the queue's limit, the reopening of a full queue, and fair chances for long calls.
+They check the queue's limit, when a full queue admits calls again, and how often long calls are admitted.
 """
 
 import numpy as np
@@ -44,9 +44,9 @@ def test_a_call_is_refused_only_by_a_full_queue(events: list[int], limit: int) -
 def test_a_refused_call_fits_once_the_excess_has_left(
     limit: int, part: float, filled: float, others: list[int]
 ) -> None:
-    """A refused call fits after its excess tokens have left the queue. The server computes the retry delay from this.
+    """The excess of a refused call is the number of tokens that must leave the queue first. Then the call fits.
 
-    Other refused calls do not change the excess.
+    Other refused calls do not change the excess. The server computes the retry delay from the excess.
     """
     admission, queued, tokens = Admission(limit), round(limit * filled), max(round(limit * part), 1)
     excess = admission.excess(tokens, queued)
@@ -77,7 +77,7 @@ def test_bulk_leaves_a_quarter_of_the_queue_free(tokens: int, queued: int) -> No
 def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
     """Return a boolean mask of the calls that an overloaded queue admits.
 
-    Three times as many tokens arrive as leave. Tokens leave the queue one batch at a time.
+    For each token that leaves, three tokens arrive. Tokens leave the queue one batch at a time.
     """
     leaving = lengths.mean() / 3  # tokens that leave the queue per arriving call
     admission, queued, ready = Admission(limit), 0, 0.0
@@ -105,7 +105,7 @@ def test_a_long_text_is_admitted_nearly_as_often_as_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """A long call is admitted with more than `chance` times the probability of a short call.
+    """Compare the admitted share of long calls with the admitted share of short calls. The ratio exceeds `chance`.
 
     One call in 250 is long, with 1,000 or 11,000 tokens. 256 usual texts have about 11,000 tokens.
     """

@@ -81,7 +81,7 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 
 async def test_connections_with_calls_stay_longer_than_silent_ones(start_server: StartServer) -> None:
-    """Beyond the limit, the connection without an accepted call is closed that has been idle for longest.
+    """Beyond the limit, the server looks at the connections without an accepted call, and closes the longest idle one.
 
     A health check ends the idle time. A connection with an accepted call stays even if it has been idle for longest.
     """

@@ -410,7 +410,7 @@ async def test_the_estimated_size_of_a_reply_is_never_too_low(serve: Serve) -> N
 @pytest.mark.weekly
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
-    """A call with eight texts of 512 tokens takes at most 512 MiB, with a vocabulary as large as that of XLM-R.
+    """A call with eight texts of 512 tokens takes at most 512 MiB. The vocabulary has the size of XLM-R's vocabulary.
 
     The weights of all tokens at the same time would take about 4 GiB.
     """

@@ -1,4 +1,4 @@
-"""Tests of Cohere's routes: requests like those of Cohere's SDK, replies, refusals and limits."""
+"""Tests of Cohere's routes: requests as Cohere's SDK sends them, replies, refused requests and limits."""
 
 import asyncio
 import base64

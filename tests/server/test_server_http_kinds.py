@@ -1,6 +1,6 @@
 """Tests of sparse weights and token vectors over HTTP.
 
-The numbers equal those over gRPC. A refusal names the right route.
+The numbers equal the numbers over gRPC. If a route refuses a request, the error names the right route.
 """
 
 import base64

@@ -438,7 +438,7 @@ async def test_the_bytes_of_waiting_texts_are_bounded(
 async def test_a_short_request_does_not_wait_for_a_long_request(
     server: FakeServer, tokenized: tuple[list[int], threading.Event]
 ) -> None:
-    """The tokenizer takes one text of each request in turn, so the short request is second.
+    """The tokenizer takes one text of the long request, then the short request, then the rest of the long request.
 
     After a text that is too long, the other texts of the request are not tokenized.
     """

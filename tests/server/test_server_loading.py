@@ -113,7 +113,7 @@ def test_only_texts_with_an_added_token_without_a_row_are_refused(tmp_path: Path
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
     """A bundle is refused if its manifest gives a larger vocabulary than the graph has.
 
-    While loading, the server runs the graph with the last id of the vocabulary to detect this.
+    The server detects the larger vocabulary while it loads the bundle: it runs the graph with the last id.
     """
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):

@@ -126,7 +126,7 @@ def test_an_altered_folder_keeps_its_manifest(tmp_path: Path) -> None:
 
 
 def test_a_rename_outside_of_a_repository_is_refused(tmp_path: Path) -> None:
-    """The new folder would be beside the parent folder, which is not the model's."""
+    """The parent folder does not have the model's name. A rename would create a folder next to this parent folder."""
     source = write_bundle(tmp_path / "staging", "tiny", "1").rename(tmp_path / "staging" / "download")
     problem = f"{source}: is not in a folder {'tiny'!r}, .*; `encserve bundle promote` copies the bundle"
     assert_unchanged(tmp_path, problem, rename_bundle, source, name="small")

@@ -1,4 +1,4 @@
-"""Tests of pairs of texts: the server's ids, cuts and token types equal those of the tokenizers library."""
+"""Tests of pairs of texts. The server and the tokenizers library return equal ids, cuts and token types."""
 
 from pathlib import Path
 from typing import Any

@@ -284,7 +284,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return pb.TokenizeResponse(model="tiny", model_version="1", fingerprint=self.fingerprint, sequences=sequences)
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
-        """Return the number of characters of each document or text as its score, and twice that for further labels.
+        """Score each document or text by its number of characters. Label n gets n times this number.
 
         The text "refused" is refused, and the text "crash" fails as if the server has died.
         """

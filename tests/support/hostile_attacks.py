@@ -169,7 +169,7 @@ def _read_answer(opened: socket.socket) -> str:
 
 
 def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
-    """Send the requests in order from each caller. Repeat this until the end, and count the replies by status."""
+    """Send all requests in order from each caller, again and again until the end. Count the replies by status."""
     counts = Counter[str]()
 
     async def ask(call: Any) -> None:

@@ -69,9 +69,9 @@ class Stage:
         Args:
             command: The words of the command.
             mounts: Path in the container → folder of this machine, and whether the mount is read-only.
-            environment: Variables that are added to the image's.
+            environment: Variables that are added to the image's variables.
             tmpfs: Paths of empty folders in memory. Without a mount, /tmp is read-only.
-            has_network: Whether the command sees the network of this machine, and not a separate one.
+            has_network: Whether the command has the network of this machine instead of a separate network.
             timeout: The longest time in seconds.
         """
         sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True)]
@@ -212,7 +212,7 @@ def _empty(root: Path) -> Stage:
 
 
 def _build(stage: Stage, command: str) -> None:
-    """Run a step of a Dockerfile. pip uses its cache on this machine, against PIP_NO_CACHE_DIR."""
+    """Run a step of a Dockerfile. pip uses this machine's cache, even if the image sets PIP_NO_CACHE_DIR."""
     cache = Path.home() / ".cache" / "pip"
     cache.mkdir(parents=True, exist_ok=True)
     passed_on = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}

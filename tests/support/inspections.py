@@ -31,7 +31,8 @@ def inspection(
 ) -> list[pb.InspectResponse]:
     """Return all messages of the reply. Each chunk has data of one tensor, and at most `max_chunk_bytes` bytes.
 
-    `max_chunk_bytes` may be a sequence of several limits. Then the chunks use these limits in turn.
+    `max_chunk_bytes` may be a sequence of limits. Then each chunk uses the next limit. After the last limit, the first
+    limit follows again.
     """
     dtype = "<f2" if request.data_type == pb.DATA_TYPE_FLOAT16 else "<f4"
     header = pb.InspectHeader(

@@ -21,13 +21,13 @@ COMMAND = (sys.executable, "-m", "encserve_cli")
 
 
 def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's variables without those of the hub and of encserve, and with other variables."""
+    """Return this process's environment variables without the variables of the hub and of encserve. Add `variables`."""
     kept = {key: it for key, it in os.environ.items() if not key.startswith(("HF_", "ENCSERVE_", "COLUMNS"))}
     return {**kept, "ENCSERVE_CACHE_DIR": os.environ["ENCSERVE_CACHE_DIR"], **variables}
 
 
 def without_packages(folder: Path, *names: str) -> dict[str, str]:
-    """Return variables of a process in which Python packages are not installed. `folder` gets a file for this."""
+    """Return the environment variables of a process that cannot import some packages. Write a file into `folder`."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({names!r}))\n")
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}

@@ -250,7 +250,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def every_kind_and_scores() -> dict[str, Any]:
-    """Return the arguments of `every_kind`, and those of a cross-encoder."""
+    """Return the arguments of `every_kind`, with the head of a cross-encoder added."""
     kinds = every_kind()
     return kinds | {"files": kinds["files"] | {"scores.onnx": scores_file()}, "scores": scores()}
 

@@ -64,7 +64,7 @@ class Case:
     Attributes:
         lengths: The lengths of its sequences, in tokens.
         max_relative_error: The largest ‖got - want‖/‖want‖ of a row. `want` is PyTorch's row. `got` is ONNX Runtime's
-            row: each sequence runs alone and in this batch. 0 without a PyTorch model.
+            row, from this batch or from the sequence alone. 0 without a PyTorch model.
         max_padding_error: The largest ‖got - want‖/‖want‖ of a row in ONNX Runtime. `got` is the row in this batch, and
             `want` is the row of the same sequence alone.
         min_cosine: The least cosine similarity to PyTorch's row; 1 without a PyTorch model.
@@ -380,7 +380,9 @@ def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -
     """Return the error of attention weights, (1, heads, seq, seq), as text. Return "" if the error is small enough."""
     if bounds.cosine is None:
         error = _largest_difference(got, want)
-    else:  # the share of attention that moved to other tokens is half the sum of a token's absolute differences
+    else:
+        # The attention weights of a token sum to 1. So half the sum of their absolute differences is the share of
+        # attention that moved to other tokens.
         error = float(np.abs(got - want).sum(axis=-1).mean() / 2)
     return "" if error <= tolerance else f"error {error:.1e}, tolerance {tolerance:.1e}"
 

@@ -99,7 +99,7 @@ HEAD_TOLERANCE = 1e-5
 # small differences around 0 become weights after ReLU.
 PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
 # The tolerance for a logit of a float32 bundle: |got - want| / max(1, |want|), compared with sentence-transformers in
-# float64. A logit can be almost 0, so that smaller logits are compared by their absolute error.
+# float64. A logit can be almost 0. So logits from -1 to 1 are compared by their absolute error.
 SCORE_TOLERANCE = 1e-4
 
 

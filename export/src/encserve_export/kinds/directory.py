@@ -55,7 +55,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether a classifier or a cross-encoder counts as its encoder alone, of the kind "dense".
+        ignore_head: Whether to ignore the head of a classifier or a cross-encoder. Its kind is then "dense".
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.

@@ -100,13 +100,16 @@ def _check_source(transformer: Any) -> None:
 
 
 def _kept_end(transformer: Any, plain: list[int], other: list[int]) -> int:
-    """Return the number of tokens at the end that stay if a text is cut, from the ids of two different texts."""
+    """Return how many tokens at the end stay if a text is cut.
+
+    `plain` and `other` are the ids of two different texts in the template. The template added the equal ids at the end.
+    """
     keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
     return _common_end(plain, other) if keeps_end else 0
 
 
 def _render(transformer: Any, text: str | tuple[str, str], prompt: str = "") -> str:
-    """Return the text of the chat messages that sentence-transformers makes of a text or a pair, and a prompt.
+    """Render a text or a pair with the chat template, as sentence-transformers does. A prompt becomes a system message.
 
     The content of a message may be a text or a list of parts. This function tries both forms. It returns the first form
     with the same token ids as in sentence-transformers, or else the last form.

@@ -58,7 +58,8 @@ def write_graphs(
         reference: The model. For "tracing with inspection", the model must have an `inspection`.
         folder: The folder of the bundle.
         exporter: The exporter of PyTorch to use.
-        precision: The precision of the weights in both graphs. The types of inputs and outputs do not depend on it.
+        precision: The precision of the weights in both graphs. The precision does not change the types of inputs and
+            outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.
 
     Raises:

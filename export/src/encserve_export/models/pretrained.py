@@ -131,7 +131,8 @@ def load_reference(directory: Path) -> Any:
     """Load a directory with transformers' own `from_pretrained`, in float32.
 
     Returns:
-        A PreTrainedModel, or only its encoder if the model has a decoder. Call it with the output of its tokenizer.
+        A PreTrainedModel, or only its encoder if the model has a decoder. The arguments of a call are the output of the
+        model's tokenizer.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
