@@ -38,7 +38,7 @@ _CRASHES = (ServerUnavailableError, ServerError)
 _CRASH_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _PROBE_INPUTS = 32  # small, so that a probe is fast; large enough to find one of 2,048 inputs with few probes
 _PROBE_SECONDS = 60.0  # the longest time of a probe, and of a restart of the server
-_MOST_CRASHING = 4  # if a server dies for more inputs of a block, the server itself is broken
+_MOST_CRASHING = 4  # if more inputs of one block make the server die, the server itself is broken
 
 
 class ServerEncoder:
@@ -51,7 +51,7 @@ class ServerEncoder:
     def __init__(
         self, client: EncoderClient, info: ModelInfo, make: MakeOptions, *, include_token_strings: bool = False
     ) -> None:
-        """`info` is the model; `make` is the output of each value. The caller closes the client."""
+        """`info` describes the model. `make` has the options of the output. The caller closes the client."""
         self._client = client
         self._info = info
         options = Options(
@@ -78,7 +78,7 @@ class ServerEncoder:
         )
         self._n_running = 0
         self._may_begin = threading.Condition()
-        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._stopped = False  # not an Event: a signal handler may call `stop`, and must not wait for a lock
 
     def check(self) -> None:
         """Check that the model has the output, before a plan is made or parts are removed.
@@ -110,7 +110,7 @@ class ServerEncoder:
             )
             refused = self._crashing(values)
             good = [index for index in range(len(values)) if index not in refused]
-            # The rows were counted before the crash.
+            # The call that crashed has already reported rows to `on_batch`. So this call reports only tokens.
             encoded = Encoded(None, {})
             if good:
                 encoded = self._encode([values[index] for index in good], lambda _, tokens: on_batch(0, tokens))
@@ -125,7 +125,7 @@ class ServerEncoder:
             on_batch(max(done - counted, 0), 0)
             counted = max(done, counted)
 
-        # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
+        # A message with inputs of similar length needs less padding in the batches of the server.
         order = sorted(range(len(values)), key=lambda index: len(values[index]))
         inputs = [values[index] for index in order]
         result = self._run(inputs, progress=count)
@@ -134,8 +134,8 @@ class ServerEncoder:
                 raise error
         if result.fingerprint != self._info.fingerprint:
             raise ValueError(
-                f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve the old "
-                "version again, or begin again (a job with --overwrite)"
+                f"the server has replaced the bundle {self._info.fingerprint} by {result.fingerprint}; serve the old "
+                "version again, or run the command again, for a job with --overwrite"
             )
         on_batch(0, sum(it.token_count for it in result.sequences))
         if isinstance(inputs[0], list):
@@ -186,7 +186,7 @@ class ServerEncoder:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Let other threads run blocks at the same time."""
+        """Run the `with` block, also while other threads run such blocks."""
         with self._may_begin:
             self._n_running += 1
         try:
@@ -198,7 +198,7 @@ class ServerEncoder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other thread runs a block, and let no other thread begin."""
+        """Wait until no other thread runs a `with` block of `_together`. Then run this `with` block alone."""
         with self._may_begin:
             self._may_begin.wait_for(lambda: not self._n_running)
             yield
@@ -219,7 +219,7 @@ class ServerEncoder:
 def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
     """Return the result of the successful inputs, in the order of the values.
 
-    `order`: (inputs,) the index of each input's value.
+    `order`: (inputs,) Input i of the result is value order[i].
     """
     output = result.outputs[0]
     places = [place for place in np.argsort(order).tolist() if place not in result.errors]  # (succeeded,)
@@ -269,7 +269,7 @@ class ServerBackend:
             client: The client.
             model: The name of the model; None for the server's default model.
             version: The version of the model; None for the model's default version.
-            include_token_strings: Whether outputs with several rows for an input have the strings of the tokens.
+            include_token_strings: Whether to return the strings of tokens, for outputs with several rows per input.
         """
         self._client = client
         self._model = model
