@@ -79,7 +79,7 @@ def _workload(
 
 
 def _run_one(open_client: Callable[[], AsyncEncoderClient], workload: Workload, load: Load) -> LoadResult:
-    """Run a load. If stderr is a terminal, show the name of the load on it."""
+    """Run a load. If stderr is a terminal, show the name of the load."""
     message = f"{_name(load)}: {load.warmup_seconds + load.seconds:g} s ..." if sys.stderr.isatty() else ""
     click.echo(message, nl=False, err=True)
     try:

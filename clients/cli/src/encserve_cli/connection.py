@@ -91,7 +91,7 @@ class Connection:
         return self._open(AsyncEncoderClient, self.timeout_seconds)
 
     def _open(self, kind: Callable[..., Client], timeout_seconds: float, priority: "Priority | None" = None) -> Client:
-        return kind(  # the only place, so that a warning is shown once
+        return kind(  # all clients are made here, so that a warning is shown once
             self.target,
             tls=self.tls,
             timeout_seconds=timeout_seconds,
@@ -105,8 +105,8 @@ class Connection:
 def _outage_lines() -> "Callable[[Outage], None]":
     """Return a function that writes outages on stderr.
 
-    Concurrent calls report the same outage. The function writes one line when the outage starts, and one line when it
-    ends.
+    Concurrent calls report the same outage. The function writes one line when the outage starts, and one line when the
+    outage ends.
     """
     lock = threading.Lock()
     is_away = False

@@ -54,5 +54,5 @@ def makes_bundles(command: F, precision_flag: str = "--precision") -> F:
 
 
 def take_options(values: dict[str, Any]) -> ExportOptions:
-    """Remove the options of exports from the options of a command, and return them."""
+    """Return the options of exports, and remove these options from `values`."""
     return ExportOptions(values.pop("export_precision"), **{name: values.pop(name) for name in _NAMES})

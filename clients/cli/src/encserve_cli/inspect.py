@@ -32,7 +32,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @model_options
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option(
-    "--layers", callback=_numbers, metavar="N,N,…", help="Only these layers. The first layer is 0. Default: all layers."
+    "--layers", callback=_numbers, metavar="N,N,…", help="Print only these layers. The first is 0. Default: all layers."
 )
 @text_options
 @rare_option(
@@ -57,7 +57,7 @@ def inspect(
 ) -> None:
     """Print attention, norms and similarity for TEXT, layer by layer.
 
-    The norms are the lengths of the hidden states. The similarity is the mean cosine of the tokens.
+    The norms are the lengths of the hidden states. The similarity is the mean cosine of all pairs of tokens.
 
     --html writes one page with figures. The page needs no network.
     """

@@ -28,7 +28,7 @@ class Interrupts:
     could wait for a call that KeyboardInterrupt has interrupted.
 
     Python may miss a signal that comes just before the main thread waits for a lock. The handler then never runs. So a
-    thread ends the command. Python's C code writes the number of each signal into a pipe, and the thread reads it.
+    thread ends the command. Python's C code writes the number of each signal into a pipe. The thread reads this pipe.
 
     Attributes:
         came: Whether a signal has arrived.

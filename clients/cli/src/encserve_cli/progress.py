@@ -97,7 +97,7 @@ class ProgressCounter:
         return self._count(part_rows=rows, rejected=rejected, parts=1)
 
     def report(self) -> JobProgress:
-        """Report the progress so far, and return it."""
+        """Report the progress so far, and return the progress."""
         return self._count()
 
     def _count(
@@ -123,7 +123,7 @@ class ProgressCounter:
 class _BarConsole(Console):
     """A console without the last columns of the terminal.
 
-    If the bar used these columns, the terminal's ^C would wrap it.
+    If the bar used these columns, the terminal's ^C would wrap the bar.
     """
 
     @property
@@ -135,7 +135,7 @@ class _BarConsole(Console):
 def shown_progress(
     total_rows: int | None, unit: str, *, as_json: bool = False, clock: Clock = time.monotonic
 ) -> Iterator[OnProgress]:
-    """Yield a function that shows progress. Any thread may call the function, as often as it likes.
+    """Yield a function that shows progress. Any thread may call the function, at any time.
 
     Args:
         total_rows: The number of rows of the job; None if unknown.

@@ -13,9 +13,9 @@ _SOURCE = click.argument("source", type=click.Path(path_type=Path), metavar="BUN
 def bundle() -> None:
     """Rename a bundle, or copy a bundle into another model repository.
 
-    BUNDLE is a folder NAME/VERSION. For a folder NAME the newest version is used. The commands change the name and the
-    version in the manifest too, verify all files before and after, and never overwrite a bundle. The ids of the model
-    stay the same.
+    BUNDLE is a folder NAME/VERSION. For a folder NAME the newest version is used. The commands also change the name
+    and the version in the manifest. They verify all files before and after, and never overwrite a bundle. The
+    fingerprint and the space id of the model stay the same.
     """
 
 
@@ -26,8 +26,8 @@ def bundle() -> None:
 def rename(source: Path, name: str, version: str) -> None:
     """Give BUNDLE another name or version in its model repository.
 
-    A server that follows the repository loads the bundle under the new name or version. If a model has no version left
-    under the old name, the server serves the old name until the server ends.
+    A server that follows the repository loads the bundle under the new name or version. If no
+    other version has the old name, the server continues to serve the old name until the server ends.
 
     If BUNDLE was copied or renamed by hand, give the name and the version of its folder. The command then corrects only
     the manifest.

@@ -18,12 +18,15 @@ _HTTP_PACKAGES = ("aiohttp", "msgspec", "orjson")
 
 
 def _defaults() -> dict[str, Any]:
-    """Return the defaults that differ from those of `encserve-server`, which runs unattended."""
+    """Return the defaults that differ from those of `encserve-server`.
+
+    A person usually starts `encserve serve`, and a service manager starts `encserve-server`.
+    """
     has_http = all(find_spec(name) is not None for name in _HTTP_PACKAGES)
     return {
         "http_port": _HTTP_PORT if has_http else None,
         "log_format": "text",
-        "log_level": "warning" if sys.stderr.isatty() else "info",  # on a terminal, a bar shows the progress instead
+        "log_level": "warning" if sys.stderr.isatty() else "info",  # on a terminal, a bar replaces the log lines
     }
 
 
@@ -45,8 +48,9 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
     NAME=MODEL names the model. The first MODEL is the default model. With MODEL, ENCSERVE_MODEL_REPOSITORY and
     ENCSERVE_MODEL have no effect.
 
-    The first start downloads a model from the hub, and exports a checkpoint. Later starts use the finished bundle, and
-    need no network and no PyTorch. Every option of `encserve-server` works too.
+    A checkpoint must be exported to a bundle. The first start exports the checkpoint, and downloads a model of the hub
+    before the export. Later starts use the finished bundle, and need no network and no PyTorch. Every option of
+    `encserve-server` works too.
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.serve_run import run_server
 

@@ -50,7 +50,7 @@ class _Served:
 
     @property
     def reference(self) -> str:
-        """The model as --model of the server: NAME, or NAME@VERSION."""
+        """The value of --model of `encserve-server` for this model: NAME, or NAME@VERSION."""
         its = self.model
         return f"{its.name}@{its.folder.name}" if isinstance(its, BundleFolder) and its.is_pinned else its.name
 
@@ -123,7 +123,7 @@ def _read(argument: str) -> tuple[Model, str]:
 
 
 def _check_names(models: Sequence[_Served]) -> None:
-    """Refuse two models of one name. Several versions in one folder are not refused, if each is named.
+    """Refuse two models with the same name. Versions of one folder are allowed if each argument names the version.
 
     Raises:
         UsageError: Two models have the same name.
@@ -138,7 +138,7 @@ def _check_names(models: Sequence[_Served]) -> None:
 
 
 def _advice(models: Sequence[_Served], name: str) -> str:
-    """Return how to give one of the models of a name another name."""
+    """Return what the user can do if several models have this name."""
     same = [it.model for it in models if it.model.name == name]
     if any(isinstance(it, Checkpoint | HubModel) for it in same):
         return "give the checkpoint another name, as NAME=MODEL"
@@ -155,10 +155,10 @@ def _common_repository(models: Sequence[_Served]) -> Path | None:
 
 
 class _ServeWork:
-    """A `Work` that tells the callers of the server. On a terminal, it shows a bar too."""
+    """A `Work` that reports the stage to callers of the server. On a terminal, a bar also shows the stage."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` takes the stage for callers."""
+        """`tell` receives the stage. The server reports the stage to callers that come too early."""
         self.stopped = threading.Event()
         self.shown = ShownWork() if sys.stderr.isatty() else None
         self._tell = tell
@@ -216,7 +216,7 @@ async def _prepare(models: Sequence[_Served], options: ExportOptions, links: Pat
 
 
 def _in_thread(make: Callable[[], None]) -> "asyncio.Future[None]":
-    """Run a function in a thread that the end of the process does not wait for. A download may hang for ever."""
+    """Run a function in a daemon thread. So the process can end even if a download hangs."""
     loop, context = asyncio.get_running_loop(), click.get_current_context()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -229,7 +229,7 @@ def _in_thread(make: Callable[[], None]) -> "asyncio.Future[None]":
     def run() -> None:
         error: BaseException | None = None
         try:
-            with context.scope(cleanup=False):  # so that `Interrupts.cleanup` finds its context
+            with context.scope(cleanup=False):  # `Interrupts.cleanup` needs the context of the command
                 make()
         except BaseException as raised:
             error = raised

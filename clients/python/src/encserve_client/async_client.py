@@ -190,7 +190,7 @@ class AsyncEncoderClient(AsyncTransport):
         Raises:
             InvalidInputError: An input or an argument has the wrong type, or an input cannot be sent.
             InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
-                error message has the numbers. `index` is the index of the input.
+                message says what is wrong and what is allowed. `index` is the index of the input.
             MessageTooLargeError: One input, or the vectors of one input, do not fit into a message.
             ModelNotFoundError: The model or the version does not exist.
             AccessDeniedError: The server or a proxy refused the caller.
@@ -199,7 +199,7 @@ class AsyncEncoderClient(AsyncTransport):
             InferenceError: The model could not compute an input.
             FingerprintError: The fingerprint is not the expected one, or the model was replaced again and again.
             SpaceError: The vector space is not the expected one.
-            ServerError, ProtocolError: The server failed without an explanation, or broke the contract.
+            ServerError, ProtocolError: The server failed without a reason, or sent an invalid answer.
             CallCancelledError, ClientClosedError: The call was cancelled, or the client was closed.
         """
         output = embed_output(kind, pooling, l2_normalize, dimensions, max_active_dims, pool_factor, Kind)
@@ -380,8 +380,8 @@ class AsyncEncoderClient(AsyncTransport):
         `arrays` and `matrix` raise the first of these errors. `array(index)` returns the rows of one input.
 
         Args:
-            outputs: At most `ModelInfo.max_outputs` different outputs: an `Output`, or the kind of an output without
-                normalisation.
+            outputs: At most `ModelInfo.max_outputs` different outputs. Each is an `Output` or a kind. A kind stands for
+                `Output(kind)`.
             exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             detail: The content of `EncodeResult.sequences`. "none" is empty. "counts" has the numbers of tokens and
@@ -395,8 +395,8 @@ class AsyncEncoderClient(AsyncTransport):
             The result.
 
         Raises:
-            EncserveError: The failure concerns all inputs: a wrong option, no access, no server, or no message was
-                answered. Or 8 messages failed in a row.
+            EncserveError: The failure concerns all inputs: a wrong option, no access, or no server. Or no message
+                was answered, or 8 messages failed in a row.
         """
         options = Options(
             as_outputs(outputs),
@@ -414,7 +414,7 @@ class AsyncEncoderClient(AsyncTransport):
 
     async def inspect(
         self,
-        input: Input,  # noqa: A002 - the name in the contract
+        input: Input,  # noqa: A002 - the name in the .proto file
         *,
         attention: Layers = True,
         hidden_states: Layers = True,
@@ -594,7 +594,8 @@ class AsyncEncoderClient(AsyncTransport):
             top_k: The number of documents to return. Default: all.
             activation: The function that turns the logits of a cross-encoder into scores: "none", "sigmoid" or
                 "softmax". Default: `ModelInfo.activation`.
-            truncate: Whether a pair that is too long is cut, as the model was trained. Otherwise it is an error.
+            truncate: Whether to cut a pair that is too long, as the model was trained. If False, such a
+                pair is an error.
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
                 prompt. Default: `ModelInfo.default_prompt_name`.
             max_document_tokens: The largest number of tokens of a document. The end of a longer document is cut, also
@@ -682,7 +683,7 @@ class AsyncEncoderClient(AsyncTransport):
         Args:
             texts: The texts. A str is one text.
             activation: As for `rank`.
-            truncate: Whether a text that is too long is cut. Otherwise it is an error.
+            truncate: Whether to cut a text that is too long. Otherwise the text is an error.
             prompt_name: The prompt before every text, as for `rank`.
             model: As for `embed`.
             version: As for `embed`.

@@ -15,7 +15,7 @@
     ├── ServerUnavailableError              no server answers, or the server is stopping or failing
     ├── InferenceError                      the model could not compute an input
     ├── ServerError                         the server failed without an explanation
-    ├── ProtocolError                       the answer breaks the contract
+    ├── ProtocolError                       the answer is not valid
     ├── FingerprintError                    the vectors are from another bundle than expected, or from several
     ├── SpaceError                          the vectors are from another space than expected
     ├── CallCancelledError                  the call was cancelled, but not by the caller
@@ -132,7 +132,7 @@ class ServerError(EncserveError):
 
 
 class ProtocolError(EncserveError):
-    """The answer breaks the contract. The versions of client and server differ, or a proxy changed the answer."""
+    """The answer is not valid. The versions of client and server differ, or a proxy changed the answer."""
 
 
 class FingerprintError(EncserveError):

@@ -1,4 +1,4 @@
-"""The options of calls, and their conversion to the contract's messages."""
+"""The options of calls, and their conversion to protobuf messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class Output:
 
     @property
     def number(self) -> pb.OutputKind:
-        """The number of the kind in the contract."""
+        """The protobuf enum value of the kind."""
         return _KINDS[self.kind]
 
     def to_proto(self) -> pb.OutputSpec:
@@ -212,17 +212,17 @@ class Options:
 
     @property
     def data_type(self) -> pb.DataType:
-        """The contract's value for `dtype`."""
+        """The protobuf value for `dtype`."""
         return _DATA_TYPES[self.dtype]
 
     @property
     def truncation(self) -> pb.Truncation:
-        """The contract's value for `truncate`."""
+        """The protobuf value for `truncate`."""
         return pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE
 
     @property
     def task_number(self) -> pb.Task:
-        """The contract's value for `task`."""
+        """The protobuf value for `task`."""
         return pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task]
 
     def to_proto(self) -> pb.EncodeOptions:

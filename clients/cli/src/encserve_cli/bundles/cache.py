@@ -47,7 +47,9 @@ def _text(facts: Facts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LastKnown:
-    """The last known commits of models on the hub, and files of URIs. Their bundles are found without a network.
+    """The last known commits of models on the hub, and files of URIs.
+
+    With these facts, the bundles are found without a network.
 
     Attributes:
         folder: The folder of the files. The name of a file begins with ".".
@@ -113,7 +115,7 @@ class BundleCache:
             name: The name of the model.
             key: See `key_of`.
             make: Writes NAME/VERSION/ into its first argument. The second argument is a folder for temporary files.
-            work: The user of the preparation.
+            work: Takes the steps of the preparation, and can stop the preparation.
 
         Raises:
             OSError: The cache cannot be written, or other users can write to it. Other exceptions of `make` and of
@@ -138,13 +140,13 @@ class BundleCache:
             return bundle
 
     def _open(self) -> None:
-        # ONNX Runtime's cache of weights is in the parent folder. The server refuses it if other users can write to it.
+        # ONNX Runtime's cache of weights is in the parent folder. The server refuses a cache to which others can write.
         open_private(self._own)
         open_private(self.folder)
 
 
 def _stamp(entry: Path) -> tuple[int, int] | None:
-    """Return the inode and the time of a folder. A folder that another process puts in its place has other values."""
+    """Return the inode and the time of a folder. If another process replaces the folder, the values change."""
     try:
         status = entry.stat()
     except OSError:
@@ -184,8 +186,8 @@ def publish(repository: Path, name: str, version: str, facts: Facts, make: Make,
 def _is_of(bundle: Path, source: Path, facts: Facts) -> bool:
     """Return whether a bundle was made of these facts. The version of encserve does not count.
 
-    `source` may be of an earlier bundle in the same place, so the manifest counts too. A missing manifest makes the
-    bundle broken, not another one.
+    The file `source` may describe an earlier bundle in the same place. So the hash of the manifest must
+    match too. A bundle without a manifest counts as broken, not as another bundle.
     """
     try:
         stored = json.loads(source.read_bytes())

@@ -167,7 +167,7 @@ def _earlier_source(
 ) -> _Source | None:
     """Return the last served commit of a model on the hub, or the last copied files of a URI, or None.
 
-    If there is no finished bundle of this source, its `make` raises `error`.
+    If the cache has no finished bundle of this source, the source's `make` raises `error`.
     """
 
     def make(*_: Path) -> None:

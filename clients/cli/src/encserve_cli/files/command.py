@@ -131,8 +131,8 @@ def reads_texts(command: Command) -> Command:
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),
         _INPUT(
             help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
-            "a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as 'corpus/*.parquet'. FILE - is "
-            "standard input with one text on each line. May be repeated.",
+            "a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as 'corpus/*.parquet'. With '-', "
+            "the command reads standard input, one text on each line. May be repeated.",
         ),
         click.option("--column", metavar="NAME", help='The column of the inputs. Default: "text", or the only column.'),
         rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),
@@ -220,7 +220,7 @@ def prints_rows(
 ) -> Command:
     """Add the options of outputs to a command. The command gets the arguments `printing`, `dimensions` and `dtype`.
 
-    `suffixes` are those of the files that can hold the output. `dtypes` are the choices of --dtype.
+    `suffixes` are the suffixes of files that can hold the output. `dtypes` are the choices of --dtype.
     """
 
     @functools.wraps(command)
@@ -235,7 +235,7 @@ def prints_rows(
             "--output",
             metavar="FILE|FOLDER/|-",
             help=f"Write the vectors to this file: {', '.join(suffixes)}. FOLDER/ starts a job that fills the folder. "
-            "The output - prints JSON lines to standard output.",
+            'With "-", the command prints JSON lines to standard output.',
         ),
         rare_option(
             "--max-rows",

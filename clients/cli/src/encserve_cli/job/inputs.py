@@ -23,7 +23,7 @@ _SCORE_COLUMNS = (*PAIR_COLUMNS, "score", "scores")
 
 
 def in_threads(function: Callable[[T], V], values: Sequence[T]) -> list[V]:
-    """Return the results of a function for all values, in order. The function waits for files or a network."""
+    """Return the results of a function for all values, in order. Threads help because `function` waits for files."""
     if len(values) == 1:  # without a thread, so that Ctrl-C ends the call
         return [function(values[0])]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="encserve-file") as pool:

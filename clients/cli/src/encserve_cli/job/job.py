@@ -35,7 +35,7 @@ class Backend(Protocol):
         Args:
             make: The options of the output: kind, dimensions, number type, task and prompt.
             before: The model of the job's plan, if there is a plan. If the user names no model version, batch size or
-                number of threads, the values come from here.
+                number of threads, the values come from `before`.
 
         Raises:
             EncserveError, RuntimeError, ValueError, OSError: The model cannot be loaded. The message has the reason.

@@ -80,7 +80,7 @@ class LocalEncoder:
     """An `Encoder` with a model in this process."""
 
     def __init__(self, embedder: Any, make: MakeOptions) -> None:
-        """`embedder` is an `encserve_server.offline.Embedder`; `close` frees it. `make` is the output of a value."""
+        """`embedder` is an `encserve_server.offline.Embedder`; `close` frees it. `make` has the output options."""
         self._embedder = embedder
         self._make = make
 

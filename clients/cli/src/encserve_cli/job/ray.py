@@ -202,7 +202,7 @@ class RayWorker:
         self._needs = _needs(options)
         self._most = options.actors
         self._is_owner = is_owner
-        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._stopped = False  # not an Event: a signal handler may call `stop`, and must not wait for a lock
         self._warn_at = time.monotonic() + _WARN_SECONDS
         self._actors = [self._start()]
         # reply → (actor, work); the work is None while an actor loads the model.

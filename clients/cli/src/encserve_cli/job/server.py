@@ -42,7 +42,7 @@ _CRASHES = (ServerUnavailableError, ServerError)
 _CRASH_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _PROBE_INPUTS = 32  # small, so that a probe is fast; large enough to find one of 2,048 inputs with few probes
 _PROBE_SECONDS = 60.0  # the longest time of a probe, and of a restart of the server
-_MOST_CRASHING = 4  # if a server dies for more inputs of a block, the server itself is broken
+_MOST_CRASHING = 4  # if more inputs of one block make the server die, the server itself is broken
 
 
 class ServerEncoder(ABC):
@@ -53,12 +53,12 @@ class ServerEncoder(ABC):
     """
 
     def __init__(self, client: EncoderClient, info: ModelInfo) -> None:
-        """`info` is the model. The caller closes the client."""
+        """`info` describes the model. The caller closes the client."""
         self._client = client
         self._info = info
         self._n_running = 0
         self._may_begin = threading.Condition()
-        self._stopped = False  # not an Event: a signal handler may call `stop`
+        self._stopped = False  # not an Event: a signal handler may call `stop`, and must not wait for a lock
 
     @abstractmethod
     def check(self) -> None:
@@ -98,7 +98,7 @@ class ServerEncoder(ABC):
             )
             refused = self._crashing(values)
             good = [index for index in range(len(values)) if index not in refused]
-            # The rows were counted before the crash.
+            # The call that crashed has already reported rows to `on_batch`. So this call reports only tokens.
             encoded = Encoded(None, {})
             if good:
                 encoded = self._encode([values[index] for index in good], lambda _, tokens: on_batch(0, tokens))
@@ -146,7 +146,7 @@ class ServerEncoder(ABC):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Let other threads run blocks at the same time."""
+        """Run the `with` block, also while other threads run such blocks."""
         with self._may_begin:
             self._n_running += 1
         try:
@@ -158,7 +158,7 @@ class ServerEncoder(ABC):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other thread runs a block, and let no other thread begin."""
+        """Wait until no other thread runs a `with` block of `_together`. Then run this `with` block alone."""
         with self._may_begin:
             self._may_begin.wait_for(lambda: not self._n_running)
             yield
@@ -178,8 +178,8 @@ class ServerEncoder(ABC):
     def _check_fingerprint(self, fingerprint: str) -> None:
         if fingerprint != self._info.fingerprint:
             raise ValueError(
-                f"the server has replaced the model: {self._info.fingerprint} by {fingerprint}; serve the old version "
-                "again, or begin again (a job with --overwrite)"
+                f"the server has replaced the bundle {self._info.fingerprint} by {fingerprint}; serve the old version "
+                "again, or run the command again, for a job with --overwrite"
             )
 
     def _check_running(self) -> None:
@@ -237,7 +237,7 @@ class VectorEncoder(ServerEncoder):
 
     def _encode(self, values: Sequence[Any], on_batch: BatchProgress) -> Encoded:
         count = self._counter(on_batch)
-        # The server batches only waiting inputs. So messages with inputs of similar length need less padding.
+        # A message with inputs of similar length needs less padding in the batches of the server.
         order = sorted(range(len(values)), key=lambda index: len(values[index]))
         inputs = [values[index] for index in order]
         result = self._run(inputs, progress=lambda n, _: count(n))
@@ -312,7 +312,7 @@ class ScoreEncoder(ServerEncoder):
 def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
     """Return the result of the successful inputs, in the order of the values.
 
-    `order`: (inputs,) the index of each input's value.
+    `order`: (inputs,) Input i of the result is value order[i].
     """
     output = result.outputs[0]
     places = [place for place in np.argsort(order).tolist() if place not in result.errors]  # (succeeded,)
@@ -362,7 +362,7 @@ class ServerBackend:
             client: The client.
             model: The name of the model; None for the server's default model.
             version: The version of the model; None for the model's default version.
-            include_token_strings: Whether outputs with several rows for an input have the strings of the tokens.
+            include_token_strings: Whether to return the strings of tokens, for outputs with several rows per input.
         """
         self._client = client
         self._model = model

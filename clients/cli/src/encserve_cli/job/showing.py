@@ -14,7 +14,7 @@ Finished = Mapping[Part, PartReport]
 
 
 def plan_record(plan: Plan, shard: Shard, output: str, finished: Finished) -> dict[str, Any]:
-    """Return a plan as JSON values; None if unknown. Rows count only this share of the job."""
+    """Return a plan as JSON values. Unknown values are None. The number of rows is that of this share."""
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],

@@ -180,7 +180,7 @@ class Encoder(Protocol):
         """
 
     def stop(self) -> None:
-        """Make `encode` raise Stopped after the running batches. Any thread and any signal handler may call."""
+        """Make `encode` raise Stopped after the running batches. Any thread and any signal handler may call `stop`."""
 
     def close(self) -> None:
         """Free the encoder."""

@@ -52,8 +52,8 @@ class LoadResult:
     """The results of a load test, without the warm-up.
 
     `calls`, `sequences` and `tokens` count the calls that were answered in the measured time. With `concurrency`,
-    latencies and errors are those of calls that ended in the measured time. With `rate_per_second`, latencies and
-    errors are those of calls that were due in the measured time, even if these calls ended later.
+    latencies and errors count calls that ended in the measured time. With `rate_per_second`, latencies and
+    errors count calls that were due in the measured time, even if these calls ended later.
 
     Attributes:
         load: The settings of the load.

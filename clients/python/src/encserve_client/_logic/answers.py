@@ -1,6 +1,6 @@
 """Convert answers to NumPy arrays, and merge the answers of a call.
 
-Sizes and lengths are checked against the contract before use.
+Sizes and lengths are checked before use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +99,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     each input.
 
     Raises:
-        ProtocolError: The answer breaks the contract. The error message has the numbers.
+        ProtocolError: The answer is not valid. The message says what is wrong.
     """
     _check_count("outputs", len(response.outputs), len(options.outputs))
     _check_count("sequences", len(response.sequences), n_inputs)
@@ -158,14 +158,14 @@ def sequence_infos(response: pb.TokenizeResponse, n_texts: int) -> list[Sequence
     """Convert the answer to a TokenizeRequest with `n_texts` texts.
 
     Raises:
-        ProtocolError: The answer breaks the contract.
+        ProtocolError: The answer is not valid.
     """
     _check_count("sequences", len(response.sequences), n_texts)
     return [sequence_info(sequence) for sequence in response.sequences]
 
 
 def model_info(message: pb.ModelInfo) -> ModelInfo:
-    """Convert the description of a model. Fields without a line here have the same value in the contract."""
+    """Convert the description of a model. Fields without a line here are copied unchanged."""
     values = {field.name: getattr(message, field.name) for field in fields(ModelInfo)}
     pooling = kind_name(message.pooling)
     values["pooling"] = None if pooling in (0, "tokens", "multi_vector", "sparse", "spans") else pooling  # 0 is unknown

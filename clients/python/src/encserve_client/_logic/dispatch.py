@@ -222,7 +222,7 @@ class Dispatch(Generic[R]):
             for position, its_failure in at_fault.items():
                 self.rejected[message.indices[position]] = self._exception(message, its_failure)
             rest = message.without(at_fault)
-            if rest and not failure.refused:  # more inputs may be at fault: halves bound the bytes that are sent again
+            if rest and not failure.refused:  # several inputs may be at fault: with halves, fewer bytes are sent again
                 rest = rest[0].halves() or rest
             self._waiting += [(now, it) for it in rest]
             return

@@ -17,7 +17,7 @@ _ATTENTION, _HIDDEN, _POSITIONS = (
     pb.INSPECT_KIND_HIDDEN_STATES,
     pb.INSPECT_KIND_POSITIONS,
 )
-_MAX_LAYER = 2**32 - 1  # the largest uint32 of the contract; `layer_error` compares with the model
+_MAX_LAYER = 2**32 - 1  # the largest uint32; `layer_error` compares with the model
 
 
 def inspect_request(
@@ -109,7 +109,8 @@ def _layers(name: str, selection: Layers) -> list[int] | None:
 class InspectAssembler:
     """Assembles the answer to one Inspect request from its parts.
 
-    Memory is allocated only for data that has arrived. Reading stops at more data than the header announces.
+    Memory is allocated only for data that has arrived. Reading stops if the answer has more data than
+    the header announces.
     """
 
     def __init__(self, request: pb.InspectRequest) -> None:

@@ -61,7 +61,7 @@ class Message:
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
-        """The prefixes of the contract's field names that the arguments of a call do not have.
+        """Prefixes of field names in the .proto file that the arguments of a call lack.
 
         Each prefix comes with its replacement. Example: ("inputs[0].spans", "spans").
         """

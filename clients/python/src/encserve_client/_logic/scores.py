@@ -271,7 +271,7 @@ def decode_scores(request: pb.ScoreRequest, response: pb.ScoreResponse, n_inputs
     """Convert the answer to a request with `n_inputs` documents, vectors, pairs or texts.
 
     Raises:
-        ProtocolError: The answer breaks the contract.
+        ProtocolError: The answer is not valid.
     """
     count, labels = min(request.top_k or n_inputs, n_inputs), response.label_count
     if labels < 1 or len(response.scores) != 4 * count * labels:

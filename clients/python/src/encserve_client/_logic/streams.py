@@ -133,7 +133,7 @@ class Stream:
     async def runs(self) -> AsyncGenerator[Iterator[tuple[int, Result]], None]:
         """Yield iterators over the results. The caller must take all results of an iterator before the next one.
 
-        While a result is ready, at most one input is read before the result is yielded.
+        If a result is ready, at most one more input is read before this result is yielded.
 
         Raises:
             EncserveError: The call as a whole failed.
@@ -152,7 +152,7 @@ class Stream:
                 self._handle(event)
 
     def _ready_results(self) -> Iterator[tuple[int, Result]]:
-        """Yield results, and read one input for each, until the wire has work."""
+        """Yield the ready results, and read one input after each result. Stop early if `_has_work` is true."""
         ready, inputs, progress = self._finished.ready, self._options.inputs, self._options.progress
         began, due = self._wire.now(), self._due()
         while ready:
@@ -170,7 +170,7 @@ class Stream:
         self._dispatch.paused_seconds += self._wire.now() - began
 
     def _read_inputs(self, inputs: Iterator[object]) -> None:
-        """Read inputs, until a result is ready or the wire has work."""
+        """Read inputs. Stop when a result is ready, a partial message can be sent, or `_has_work` is true."""
         began, due = self._wire.now(), self._due()
         while self._may_read:
             self._read_one(inputs)
