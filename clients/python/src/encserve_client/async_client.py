@@ -190,7 +190,7 @@ class AsyncEncoderClient(AsyncTransport):
         Raises:
             InvalidInputError: An input or an argument has the wrong type, or an input cannot be sent.
             InvalidRequestError: The server refused an input, or the model lacks the kind, pooling, task or prompt. The
-                message says what is wrong and what is allowed. `index` is the index of the input.
+                message names the problem and the allowed values. `index` is the index of the input.
             MessageTooLargeError: One input, or the vectors of one input, do not fit into a message.
             ModelNotFoundError: The model or the version does not exist.
             AccessDeniedError: The server or a proxy refused the caller.

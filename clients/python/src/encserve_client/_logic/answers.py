@@ -99,7 +99,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
     each input.
 
     Raises:
-        ProtocolError: The answer is not valid. The message names the error.
+        ProtocolError: The answer is not valid. The message names the problem.
     """
     _check_count("outputs", len(response.outputs), len(options.outputs))
     _check_count("sequences", len(response.sequences), n_inputs)
