@@ -1238,7 +1238,7 @@ async def test_an_input_that_crashes_the_server_is_rejected(
             raise Refused(code, "crashed")
 
     service.before = crash
-    result = await encserve(service, "embed", *inputs(source), *output, "--timeout", "0.5", status=3)
+    result = await encserve(service, "embed", *inputs(source), *output, "--timeout", "2", status=3)
     assert f"{source}, line 4: makes the server fail each time: crashed" in result.stdout
     assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [index in bad for index in range(25)]
     assert crashes < 60
