@@ -106,7 +106,10 @@ class EncoderServiceServicer(object):
         INVALID_ARGUMENT: an input or option is wrong; the text names the field, the index and the numbers.
         NOT_FOUND: the model or version does not exist.
         FAILED_PRECONDITION: the model does not have the expected_fingerprint or expected_space_id of the request.
-        RESOURCE_EXHAUSTED: the queue is full, and nothing was computed; retry after the delay in RetryInfo.
+        UNAUTHENTICATED: the server needs a key or a client certificate, and the call has none that it knows.
+        PERMISSION_DENIED: the caller may not use this model.
+        RESOURCE_EXHAUSTED: the queue or the memory for requests is full, or the caller has used up its share or its rate.
+        Nothing was computed; retry after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the deadline of the caller passed; sequences that were still in the queue are not computed.
         UNAVAILABLE: the server is stopping or its engine is failing; try another replica.
         INTERNAL: the model could not compute one of the sequences.

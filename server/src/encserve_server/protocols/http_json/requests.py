@@ -78,8 +78,8 @@ class EncodeBody(Body):
             or false if the server runs with http_truncate off.
         truncate_prompt_tokens: Truncates texts to this number of tokens, special tokens included; -1 for as many
             tokens as the model takes.
-        priority: interactive or bulk. Bulk requests belong to jobs and run while no interactive request waits. Default:
-            interactive.
+        priority: interactive or bulk. Bulk requests are for jobs. While both wait, bulk gets one ninth of the work.
+            Default: interactive.
     """
 
     truncate: bool | None = None

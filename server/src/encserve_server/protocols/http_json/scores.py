@@ -45,8 +45,8 @@ class ScoreBody(ModelBody):
             refused. Default: true, or false if the server runs with http_truncate off.
         truncate_prompt_tokens: Truncates pairs and texts to this number of tokens, special tokens included; -1 for as
             many tokens as the model takes.
-        priority: interactive or bulk. Bulk requests belong to jobs and run while no interactive request waits. Default:
-            interactive. A number, as Cohere's and vLLM's clients send it, has no effect.
+        priority: interactive or bulk. Bulk requests are for jobs. While both wait, bulk gets one ninth of the work.
+            Default: interactive. A number, as Cohere's and vLLM's clients send it, has no effect.
     """
 
     truncate: bool | None = None
