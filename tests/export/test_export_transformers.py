@@ -219,7 +219,7 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
             UnsupportedModelError,
             "needs its own code .* never executed; export the model to ONNX yourself",
         ),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantised"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantized"),
     ],
 )
 def test_a_configuration_of_another_model_is_refused(

@@ -18,7 +18,7 @@ _OTHER_PROGRAMS = frozenset(
     for name in ("TARGET", "TIMEOUT", "TLS", "CA", "CERT", "TLS_KEY", "SERVER_NAME", "METADATA", "VERSION")
 )
 _COMMANDS = (
-    *("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "RANK"),
+    *("ENCODE", "MODELS", "EMBED", "TOKENIZE", "SIMILARITY", "RANK", "SCORE"),
     *("INSPECT", "BENCH", "BUNDLE", "SERVE", "PULL"),
 )
 _OTHER_PROGRAMS_PREFIXES = tuple(f"{PREFIX}{name}_" for name in (*_COMMANDS, "REQUIRE"))
