@@ -33,7 +33,7 @@ def make_parser(
     parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, metavar="DIRECTORY", help=checkpoint_help)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0)
-    patience_help = "the total time for repeated runs; a run that other processes disturbed is repeated"
+    patience_help = "a run that other processes disturbed is repeated; this limits the total time of repeats"
     parser.add_argument("--patience", type=float, default=patience, metavar="SECONDS", help=patience_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser
@@ -41,7 +41,7 @@ def make_parser(
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for comparisons that start servers."""
-    parser.add_argument("--seconds", type=float, default=5, help="the duration of each load")
+    parser.add_argument("--seconds", type=float, default=5, help="how long each measurement sends calls")
     parser.add_argument("--sequences", type=int, default=600)
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
 

@@ -120,7 +120,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, A
 
 
 async def check_paths(client: httpx.AsyncClient) -> None:
-    """Request models with unknown and malformed names."""
+    """Request models with known, unknown and malformed names."""
     for name in ("tiny", "tiny@1", "%00", "%ff", "a/b", "%2F", "..%2f..%2fetc", "{id:path}", "x" * 7000, "@", "tiny@"):
         response = await client.get(f"/v1/models/{name}")
         assert response.status_code in (200, 404), name

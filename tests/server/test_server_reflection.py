@@ -43,7 +43,7 @@ async def test_names_the_services(shared: FakeServer, version: str) -> None:
 
 SYMBOLS = [
     ENCODER,
-    f"{ENCODER}.Encode",  # ghz requests the method
+    f"{ENCODER}.Encode",  # ghz asks for the descriptor of the method
     f"{ENCODER}.EncodeStream",
     "encserve.v1.EncodeRequest",
     "encserve.v1.Input.text",

@@ -175,7 +175,7 @@ class Bench:
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that checks `condition`, and advances the clock by one second if `condition` is false.
 
-        A probe whose lane is busy is repeated one second later.
+        If no lane is idle, the probe fails. The scheduler probes again one second later.
         """
 
         def check() -> bool:
@@ -778,7 +778,7 @@ async def test_several_batches_run_in_parallel(two_lanes: Bench) -> None:
     call = two_lanes.send(*[tokens(10, i) for i in (1, 2, 3)])
     await two_lanes.engine_started()
     await two_lanes.engine_started()
-    assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05), "more than the engine can run"
+    assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05), "a batch without a lane started"
     for done in (1, 2):
         two_lanes.engine.let_one_go()
         await until(lambda done=done: two_lanes.seen.counts["batches"] == done)  # type: ignore[misc]
@@ -840,7 +840,7 @@ async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: p
 
 
 async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None:
-    """Two runs last from 2 to 6 s and from 4 to 12 s. Idle time does not count.
+    """One run is active from t = 2 s to t = 6 s, and the other from t = 4 s to t = 12 s. Idle time does not count.
 
     The runs overlap, because this engine never gives one batch the whole device.
     """

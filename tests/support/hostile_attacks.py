@@ -340,7 +340,7 @@ def open_watches(over: threading.Event, port: int, connections: int, streams: in
 def keep_streams(
     over: threading.Event, target: str, path: str, request: bytes, streams: int, key: str, pause_seconds: float
 ) -> Report:
-    """Open streams, and then repeat a request on each stream after each reply and a pause.
+    """Open streams. On each stream, send a request, wait for the reply, pause, and send the request again.
 
     Count the replies by status. If a stream ends, open a new stream.
     """

@@ -1,4 +1,4 @@
-"""Heads of a tiny bundle. A head computes vectors or weights from hidden states.
+"""Heads of a tiny bundle. A head computes vectors, weights or logits from hidden states.
 
 Each head has an ONNX file and a section of the manifest. NumPy computes the expected outputs.
 """
