@@ -92,7 +92,7 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--model-repository",
             required=True,
             type=click.Path(file_okay=False, path_type=Path),
-            help="The directory of all bundles, in NAME/VERSION/. encserve-server takes the same directory.",
+            help="The model repository, with each bundle in NAME/VERSION/. encserve-server takes the same directory.",
         ),
     ):
         run = option(run)
@@ -242,7 +242,7 @@ def checkpoint(
     layout: str,
     **options: Any,
 ) -> Exported:
-    """Export the state dict in FILE, a safetensors file or a file of torch.save. --layout lists the layouts."""
+    """Export the state dict in FILE, a file of safetensors or of torch.save. --layout lists the layouts."""
     return export_checkpoint(
         file,
         target,

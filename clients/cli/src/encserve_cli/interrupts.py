@@ -24,8 +24,8 @@ _SHOW_CURSOR = "\x1b[?25h"  # because a progress bar hides the cursor
 class Interrupts:
     """A context in which Ctrl-C or SIGTERM raises KeyboardInterrupt, or stops a job.
 
-    If the command still runs after a second, the process ends. Otherwise running batches could take longer, or gRPC
-    could wait for a call that KeyboardInterrupt has interrupted.
+    If the command still runs after a second, the process ends. Without this limit, a running batch could delay the end,
+    or gRPC could wait for an interrupted call.
 
     Python may miss a signal that comes just before the main thread waits for a lock. The handler then never runs. So a
     thread ends the command. Python's C code writes the number of each signal into a pipe. The thread reads this pipe.
@@ -66,8 +66,8 @@ class Interrupts:
     def cleanup(clean: Callable[[], object]) -> Iterator[None]:
         """Register a function that removes an unfinished file, while the block runs.
 
-        If a signal ends the process, no `finally` runs, but this function runs. Python programs other than `encserve`
-        never call the function.
+        If a signal ends the process, no `finally` runs, but this function runs. In other Python programs, `clean` is
+        never called.
         """
         context = click.get_current_context(silent=True)
         found: Interrupts | None = None if context is None else context.meta.get(_META)
@@ -134,7 +134,7 @@ class Interrupts:
             stop()
         if not self._ended.wait(_LONGEST_STOP_SECONDS):
             if os.isatty(_STDERR):
-                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # otherwise the bar would appear again
+                os.write(_STDERR, (_ERASE_LINE + _SHOW_CURSOR).encode())  # otherwise the bar stays
             if self._is_shown.acquire(blocking=False):
                 os.write(_STDERR, f"{self._describe()}\n".encode(errors="backslashreplace"))
             self.clean()

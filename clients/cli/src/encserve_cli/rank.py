@@ -105,9 +105,10 @@ def rank(
 def score(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Write the score of each pair of a query and a document.
 
-    The pairs are two columns of the inputs. The job fills the folder with .parquet files, in the order of the inputs:
+    The pairs are two columns of the inputs. The job fills the folder with .parquet files, in the order of the inputs.
 
     \b
+    The columns:
       query, document    the pair
       score              the score, for a model with one label
       scores             the scores of all labels, for a model with several

@@ -69,7 +69,7 @@ def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
 
 
 def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    """Print a table of the largest weights of each text. The table names the tokens that are in the text."""
+    """Print a table of the largest weights of each text. A row names its token only if the token is in the text."""
     console = Console(highlight=False)
     for text, vector, info in zip(texts, result.outputs[0].sparse_vectors(), result.sequences, strict=True):
         tokens_by_id = {token_id: token for token, token_id in row_tokens(info, info.token_count)}

@@ -45,11 +45,11 @@ def serve(context: click.Context, /, models: tuple[str, ...], **values: Any) -> 
       DIR/NAME, DIR/NAME/VERSION        a bundle
       s3://…/NAME/VERSION               the URI of a bundle
 
-    NAME=MODEL names the model. The first MODEL is the default model. With MODEL, ENCSERVE_MODEL_REPOSITORY and
-    ENCSERVE_MODEL have no effect.
+    NAME=MODEL names the model. The first MODEL is the default model. If you give MODEL, the variables
+    ENCSERVE_MODEL_REPOSITORY and ENCSERVE_MODEL have no effect.
 
-    A checkpoint must be exported to a bundle. The first start exports the checkpoint, and downloads a model of the hub
-    before the export. Later starts use the finished bundle, and need no network and no PyTorch. Every option of
+    A checkpoint must be exported to a bundle. The first start downloads the model if it is on the hub, and then exports
+    the checkpoint. Later starts use the finished bundle, and need no network and no PyTorch. Every option of
     `encserve-server` works too.
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.serve_run import run_server

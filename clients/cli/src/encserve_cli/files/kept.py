@@ -145,7 +145,7 @@ def _cast(column: Any, wanted: Any) -> Any:
 def _has_value(text: str | None, number: float | None) -> bool:
     """Whether a float64 represents the decimal number in a text.
 
-    The text must be the shortest text of the float64, or the float64 rounded to the digits of the text.
+    The number in the text must equal `repr` of the float64, or the float64 rounded to as many digits as the text has.
     """
     if text is None or number is None:
         return text is None and number is None

@@ -27,7 +27,7 @@ _PART_KEY = "encserve_part"
 
 
 def part_of(name: str) -> Part | None:
-    """Return the part that a file name belongs to, as its rows or its rejected rows; None for other files."""
+    """Return the part of a file by the file's name, or None for other files."""
     found = _OF_JOB.fullmatch(name)
     return None if found is None else Part(int(found[1]), int(found[2]))
 

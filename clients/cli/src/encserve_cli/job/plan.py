@@ -40,8 +40,8 @@ class MakeOptions:
     """The output of each input.
 
     Attributes:
-        kind: The kind of the output, as `Output.kind`; or "scores" for the scores of pairs. "" for the kind that the
-            model was trained for, until the model is known.
+        kind: The kind of the output, as `Output.kind`; or "scores" for the scores of pairs. "" means the kind that the
+            model was trained for. The job replaces "" when the model is known.
         dimensions: Keep only the first `dimensions` numbers of each vector; None for all.
         dtype: The type of the numbers; "binary" packs 8 numbers into a byte.
         task: The task of the texts.
@@ -75,7 +75,7 @@ class ModelFacts:
         version: The version.
         fingerprint: Identifies the bundle.
         space_id: Identifies the vector space; empty if unknown.
-        pooling: The pooling of "model"; empty if unknown.
+        pooling: The pooling of the output kind "model"; empty if unknown.
         width: The number of numbers in a vector of the output; for "binary" the number of bytes, and for "scores" the
             number of labels.
         max_tokens: The largest number of tokens of an input.

@@ -39,7 +39,7 @@ class Workload:
 
 
 def workload_of_lengths(histogram: Mapping[int, int], source: str, info: ModelInfo, request: Request) -> Workload:
-    """Make random sequences with the lengths of a histogram. Raises ValueError as `random_calls`."""
+    """Make random sequences with the lengths of a histogram. Raises ValueError in the same cases as `random_calls`."""
     count = _sequences(request)
     if info.input_kind == "embeddings":
         max_bytes = 4 * info.d_model * min(max(histogram), info.max_sequence_tokens)
