@@ -46,7 +46,7 @@ def main() -> None:
 def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
-    The export function gets a `target` and a `progress` callback. The command adds the options of the target. The
+    The export function gets a `target` and a `progress` callback. The decorator adds the options of the target. The
     command prints each step on stderr, the report on stdout, and an error of the export without a traceback.
     """
 
@@ -168,7 +168,7 @@ def _pooling_options(command: _Command) -> _Command:
 )
 @_pooling_option(help="The pooling that the model was trained with, for a directory without modules.json.")
 @click.option(
-    "--ids-only", is_flag=True, help="Export a directory without a tokenizer; the model takes token ids only."
+    "--ids-only", is_flag=True, help="Required if the directory has no tokenizer. The model then takes token ids only."
 )
 @click.option(
     "--ignore-head",
@@ -242,7 +242,7 @@ def checkpoint(
     layout: str,
     **options: Any,
 ) -> Exported:
-    """Export the state dict in FILE, a file of safetensors or of torch.save. --layout lists the layouts."""
+    """Export the state dict in FILE, a file of safetensors or of torch.save. See --layout for the layouts."""
     return export_checkpoint(
         file,
         target,

@@ -64,7 +64,7 @@ class Interrupts:
     @staticmethod
     @contextmanager
     def cleanup(clean: Callable[[], object]) -> Iterator[None]:
-        """Register a function that removes an unfinished file, while the block runs.
+        """Keep `clean` registered while the block runs. `clean` removes an unfinished file.
 
         If a signal ends the process, no `finally` runs, but this function runs. In other Python programs, `clean` is
         never called.

@@ -312,9 +312,9 @@ class ModelInfo:
         max_inspect_tokens: The largest number of tokens of an input of `inspect`; 0 without `inspect`.
         position: The position encoding: "sinusoidal", "learned", "rotary" or "none"; "" if unknown.
         parameters: The number of parameters of each part of the model.
-        vector_width: The width of a vector of pooling "model" before a cut to `dimensions`; 0 if the pooling is
+        vector_width: The width of the output "model" before `dimensions` cuts the vector; 0 if the pooling is
             unknown.
-        default_dimensions: The default of `dimensions` for pooling "model"; 0 means no cut.
+        default_dimensions: The default of `dimensions` for the output "model"; 0 means no cut.
         prompts: The texts that may come before an input, by name.
         default_prompt_name: The default of `prompt_name`; "" for no prompt.
         similarity: The similarity that the model was trained for: "cosine", "dot", "euclidean" or "manhattan"; "" if

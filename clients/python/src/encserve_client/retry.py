@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from encserve_client._arguments import as_float, as_int
 from encserve_client.exceptions import InvalidInputError
 
-# The longest wait is never below this value, because attempts are unlimited by default.
+# `longest_wait` is never below this value. Otherwise a backoff of 0 would retry without a pause.
 _MIN_LONGEST_WAIT_SECONDS = 0.05
 
 

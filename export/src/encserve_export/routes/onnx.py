@@ -209,7 +209,7 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
 
 
 def _padding_advice(precision: str) -> str:
-    """Return the possible causes if padding changes the rows, as the end of an error message."""
+    """Return the end of the error message for rows that change with padding: the possible causes."""
     advice = (
         "possible causes: the model ignores its attention mask or a part of the mask; the model was exported for "
         "training (without model.eval())"

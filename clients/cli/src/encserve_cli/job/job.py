@@ -203,7 +203,7 @@ class EmbedJob:
     ) -> list[str]:
         """Return a message for each input that differs from the plan.
 
-        `new` has, by path, the current files whose size or checksum is in no row of the plan.
+        `new` has, by path, the current files that match no input of the plan.
         """
         problems = []
         added = dict(new)

@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The share of a job that one of several commands does.
+    """One share of a job that is split between several commands.
 
     Attributes:
         index: The index of the share, from 0.

@@ -24,7 +24,7 @@ class Workload:
     Attributes:
         calls: The calls.
         kind: "token_ids", "embeddings" or "texts".
-        source: The origin of the lengths or texts, in words.
+        source: The source of the lengths or texts, as text for people.
         mean_tokens: The mean number of tokens of a sequence, after truncation.
         longest_tokens: The number of tokens of the longest sequence, after truncation.
         cut_sequences: The number of sequences that were cut to the model's limit.

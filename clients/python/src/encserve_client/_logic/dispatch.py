@@ -33,7 +33,8 @@ class MessageSource(Protocol):
     def take(self, *, idle: bool) -> Message | None:
         """Return the next message, or None if the source has no message now.
 
-        `idle`: whether no message of the call is in flight. Then a partial message is better than waiting.
+        `idle`: whether no message of the call is in flight. If true, the source may return a partly filled message and
+        not wait for more inputs.
         """
 
 
@@ -141,7 +142,9 @@ class Dispatch(Generic[R]):
         return self._n_answered + len(self.rejected or ())
 
     def send(self, wire: Wire, rpc: Rpc, *, may_block: bool) -> None:
-        """Send all messages that the limit allows now. If nothing else can be sent meanwhile, the wire may block.
+        """Send all messages that the limit allows now.
+
+        If `may_block`, and no other message can be sent, the wire may block until the answer.
 
         Raises:
             DeadlineError: The time of the call is over before all messages were sent.

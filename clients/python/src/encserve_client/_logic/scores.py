@@ -25,7 +25,7 @@ Field = Literal["documents", "document_vectors", "pairs", "texts"]
 # A score is one number, and the server runs a large call in parts. So a message of a score call may have more tokens
 # than other messages.
 _MAX_TOKENS = 16 * MAX_MESSAGE_TOKENS
-_MOST = 2**32 - 1  # the largest number of the contract
+_MOST = 2**32 - 1  # the largest uint32, the type in the .proto file
 _OVERHEAD_BYTES = 8
 _INDEX_BYTES = 4
 _ACTIVATIONS: dict[Activation | None, pb.Activation] = {
@@ -89,7 +89,7 @@ class ScoreOptions:
 
 
 def check_pairs(pairs: object) -> list[pb.TextPair]:
-    """Return pairs of texts as messages.
+    """Return pairs of texts as `TextPair` protobufs.
 
     Raises:
         InvalidInputError: `pairs` is not an iterable of pairs of texts.
@@ -262,7 +262,7 @@ def check_widths(documents: Any, info: ModelInfo) -> None:
 
 
 def _cost(item: str | pb.TextPair, limits: Limits) -> tuple[int, int]:
-    """Return the tokens, an estimate, and the bytes of a text or a pair."""
+    """Return the estimated number of tokens and the number of bytes of a text or a pair."""
     size = (len(item.encode()) if isinstance(item, str) else item.ByteSize()) + _OVERHEAD_BYTES
     return min(tokens_of_bytes(size), limits.max_sequence_tokens), size
 
