@@ -346,6 +346,29 @@ async def test_wrong_requests_to_a_dense_model_name_the_field(serve: Serve) -> N
         assert (await refused(server, **fields)).text.startswith(message)
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+async def test_an_error_of_a_query_names_the_query(serve: Serve, *, is_dense: bool) -> None:
+    """A dense model computes each different query once, so the index of a query is not the index of its pair."""
+    server = await serve({}) if is_dense else await serve(FILES, scores=scores())
+    long, problem = "w5 " * 400_000, "query: must be at most 262144 bytes (max_text_bytes)"
+    assert (await refused(server, query=long, documents=["w6", "w7"])).text.startswith(problem)
+    pairs = [pb.TextPair(query=it, document="w6") for it in ("w5", "w5", "w5", long, long)]
+    assert (await refused(server, pairs=pairs)).text.startswith(f"pairs[3].{problem}")
+
+
+async def test_a_long_query_of_a_dense_model_is_refused_without_truncation(serve: Serve) -> None:
+    server = await serve({}, similarity="dot")
+    long, problem = text(*[5] * LONGEST), f"query: must be at most {LONGEST} tokens"
+    refuse = pb.TRUNCATION_REFUSE
+    assert (await refused(server, query=long, documents=["w6"], truncation=refuse)).text.startswith(problem)
+    vectors = pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=8, lengths=[1], data=bytes(32))
+    assert (await refused(server, query=long, document_vectors=vectors, truncation=refuse)).text.startswith(problem)
+    pairs = [pb.TextPair(query=it, document="w6") for it in ("w5", "w5", long, "w6", long)]
+    failed = await refused(server, pairs=pairs, truncation=refuse)
+    assert failed.text.startswith(f"pairs[2].{problem}")
+    assert f"pairs[4].{problem}" not in failed.text
+
+
 async def test_a_model_of_unknown_pooling_has_no_scores(serve: Serve) -> None:
     server = await serve({}, pooling=manifest_pb2.POOLING_UNSPECIFIED)
     failed = await refused(server, **asked())
