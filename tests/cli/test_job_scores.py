@@ -129,6 +129,17 @@ async def test_all_pairs_may_be_refused(service: FakeEncoder, tmp_path: Path, fo
     assert table_of(folder)["score"].to_pylist() == [None] * 12
 
 
+async def test_a_model_that_refuses_empty_texts(
+    service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]
+) -> None:
+    """A tokenizer without special tokens makes no tokens of an empty text. Before the job, the options are checked."""
+    service.refused_texts = ("",)
+    write_pairs(tmp_path / "pairs.parquet", ["abc", "", "ab"])
+    result = await encserve(service, *command, status=3)
+    assert "rejected: 1 row" in result.stdout
+    assert table_of(folder)["score"].to_pylist() == [3.0, None, 2.0]
+
+
 async def test_several_labels_are_a_list(service: FakeEncoder, folder: Path, command: list[str]) -> None:
     service.labels = ("no", "yes")
     service.model_info = pb.ModelInfo(labels=service.labels)

@@ -270,7 +270,7 @@ class ScoreEncoder(ServerEncoder):
 
     def check(self) -> None:
         """See `ServerEncoder`. The server checks the options of a call only with a pair."""
-        self._score([("", "")])
+        self._score([("a", "a")])  # some models refuse an empty text, because it has no tokens
 
     def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
         request = pb.ScoreRequest(pairs=[pb.TextPair(query=query, document=document) for query, document in values])
@@ -287,6 +287,7 @@ class ScoreEncoder(ServerEncoder):
             count(len(found) + len(refused) + done)
 
         while groups:
+            self._check_running()  # refused calls report no progress
             group = groups.pop()
             try:
                 scores = self._score([values[index] for index in group], progress=progress)
