@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import fake_server
 import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, refusal
+from fake_engine import FakeEngine
+from fake_server import Failed, FakeServer, StartServer, refusal
 from open_inference import infer, text_tensor
 from tiny_bundle import D_MODEL, LONGEST, expected_rows
 from tiny_heads import (
@@ -354,6 +356,19 @@ async def test_an_error_of_a_query_names_the_query(serve: Serve, *, is_dense: bo
     assert (await refused(server, query=long, documents=["w6", "w7"])).text.startswith(problem)
     pairs = [pb.TextPair(query=it, document="w6") for it in ("w5", "w5", "w5", long, long)]
     assert (await refused(server, pairs=pairs)).text.startswith(f"pairs[3].{problem}")
+
+
+async def test_a_query_whose_vector_is_not_finite_is_named(start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(fake_server.D_MODEL, nan_id=5))  # "brave" has the id 5
+    problem = "the model's result for this input has NaN or infinity"
+    pairs = [pb.TextPair(query=it, document="hello") for it in ("hello", "hello", "brave", "brave")]
+    for fields, field in (
+        ({"query": "brave", "documents": ["hello"]}, "query"),
+        ({"query": "hello", "documents": ["hello", "brave"]}, "documents[1]"),
+        ({"pairs": pairs}, "pairs[2].query"),
+    ):
+        failed = await refusal(score(server, **fields))
+        assert (failed.reason, failed.text) == ("INFERENCE_FAILED", f"{field}: {problem}")
 
 
 async def test_a_long_query_of_a_dense_model_is_refused_without_truncation(serve: Serve) -> None:
