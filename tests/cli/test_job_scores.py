@@ -176,6 +176,14 @@ async def test_a_replaced_model_ends_the_job(service: FakeEncoder, command: list
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
 
 
+async def test_scores_of_another_bundle_end_the_job(service: FakeEncoder, command: list[str], folder: Path) -> None:
+    """Behind a proxy, another server with another bundle may compute the scores."""
+    service.score_fingerprint = "e" * 16
+    result = await encserve(service, *command, status=1)
+    assert "ffffffffffffffff is expected, but the answer has eeeeeeeeeeeeeeee" in result.stderr
+    assert not list(folder.glob("part-*"))  # noqa: ASYNC240
+
+
 MISTAKES = [
     (["--columns", "q"], 2, "--columns must be the names of two columns, as query,document; was q"),
     (["--columns", "q,q"], 2, "--columns must be the names of two columns, as query,document; was q,q"),

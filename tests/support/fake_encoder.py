@@ -172,6 +172,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     score_requests: list[pb.ScoreRequest] = field(default_factory=list)
     labels: tuple[str, ...] = ("relevant",)
+    score_fingerprint: str = ""  # the fingerprint in replies of Score; "" for `fingerprint`
     refused_texts: tuple[str, ...] = ("refused",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer
@@ -307,7 +308,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return pb.ScoreResponse(
             model="tiny",
             model_version="1",
-            fingerprint=self.fingerprint,
+            fingerprint=self.score_fingerprint or self.fingerprint,
             space_id=self.space_id,
             scores=(scores if order is None else scores[order]).astype("<f4").tobytes(),
             label_count=len(self.labels),
