@@ -803,6 +803,14 @@ def test_python_callers_name_a_bundle_or_a_client(source: Path, folder: Path) ->
         embed_files([source], folder, bundle="b", model="m")
 
 
+@pytest.mark.parametrize("kind", ["pairs", "texts"])
+def test_python_callers_name_a_kind_of_inputs(source: Path, folder: Path, kind: Any) -> None:
+    message = f"input_kind must be 'text', 'ids' or 'vectors'; was {kind!r}"
+    with EncoderClient("127.0.0.1:1") as client, pytest.raises(ValueError, match=message):
+        embed_files([source], folder, client=client, input_kind=kind)
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("shard", [(8, 8), (1, 0), (-1, 2), (0, -1)])
 def test_a_share_that_does_not_exist_is_refused(shard: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"shard must be \(I, N\) with I from 0 to N-1, as \(0, 8\); was \("):

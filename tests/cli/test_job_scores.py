@@ -129,6 +129,17 @@ async def test_all_pairs_may_be_refused(service: FakeEncoder, tmp_path: Path, fo
     assert table_of(folder)["score"].to_pylist() == [None] * 12
 
 
+async def test_a_model_that_refuses_empty_texts(
+    service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]
+) -> None:
+    """A tokenizer without special tokens makes no tokens of an empty text. Before the job, the options are checked."""
+    service.refused_texts = ("",)
+    write_pairs(tmp_path / "pairs.parquet", ["abc", "", "ab"])
+    result = await encserve(service, *command, status=3)
+    assert "rejected: 1 row" in result.stdout
+    assert table_of(folder)["score"].to_pylist() == [3.0, None, 2.0]
+
+
 async def test_several_labels_are_a_list(service: FakeEncoder, folder: Path, command: list[str]) -> None:
     service.labels = ("no", "yes")
     service.model_info = pb.ModelInfo(labels=service.labels)
@@ -163,6 +174,14 @@ async def test_a_replaced_model_ends_the_job(service: FakeEncoder, command: list
     service.fingerprint = "e" * 16
     result = await encserve(service, *command, status=1)
     assert "fingerprint is 'eeeeeeeeeeeeeeee'; the job has 'ffffffffffffffff'" in result.stderr
+
+
+async def test_scores_of_another_bundle_end_the_job(service: FakeEncoder, command: list[str], folder: Path) -> None:
+    """Behind a proxy, another server with another bundle may compute the scores."""
+    service.score_fingerprint = "e" * 16
+    result = await encserve(service, *command, status=1)
+    assert "ffffffffffffffff is expected, but the answer has eeeeeeeeeeeeeeee" in result.stderr
+    assert not list(folder.glob("part-*"))  # noqa: ASYNC240
 
 
 MISTAKES = [

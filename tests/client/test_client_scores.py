@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_encoder import Caller, FakeEncoder
 
-from encserve_client import InvalidInputError, InvalidRequestError, SpaceError, SparseVector
+from encserve_client import FingerprintError, InvalidInputError, InvalidRequestError, SpaceError, SparseVector
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = ["three", "a", "longest of them", "", "other"]
@@ -37,6 +37,19 @@ async def test_pairs_keep_their_order(caller: Caller, service: FakeEncoder) -> N
     assert (await caller(client.score, [])).shape == (0,)
     service.labels = ("no", "yes")
     assert (await caller(client.score, [("q", "ab")])).tolist() == [[2.0, 4.0]]
+
+
+async def test_scores_are_of_the_expected_bundle(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect()
+    assert (await caller(client.score, [("q", "ab")], expected_fingerprint="f" * 16)).tolist() == [2.0]
+    assert service.score_requests[-1].expected_fingerprint == "f" * 16
+    await caller(client.score, [("q", "ab")])
+    assert service.score_requests[-1].expected_fingerprint == ""
+    service.score_fingerprint = "e" * 16
+    with pytest.raises(FingerprintError, match="f{16} is expected, but the answer has e{16}"):
+        await caller(client.score, [("q", "ab")], expected_fingerprint="f" * 16)
+    with pytest.raises(InvalidInputError, match="expected_fingerprint must be a str or None"):
+        await caller(client.score, [("q", "ab")], expected_fingerprint=1)
 
 
 async def test_texts_are_classified(caller: Caller, service: FakeEncoder) -> None:

@@ -476,3 +476,19 @@ def test_batches_have_every_input_once_and_are_full(lengths: list[int], policy: 
     assert all(fits(list(batch)) or len(batch) == 1 for batch in cut)
     for batch, following in itertools.pairwise(cut):
         assert not fits([*batch, following[0]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("activation", ["none", "model", "sigmoid", "softmax"])
+def test_scores_have_the_requested_type(tmp_path: Path, activation: Any, dtype: Any) -> None:
+    head = tiny_heads.scores(labels=["a", "b"], activation=manifest_pb2.ACTIVATION_SOFTMAX)
+    files = {"scores.onnx": tiny_heads.scores_file(2)}
+    pairs, ids = [(text(5), text(6, 7)), (text(8), "")], [([5], [6, 7]), ([8], [])]
+    with Embedder(write_bundle(tmp_path, tokenizer=words(), files=files, scores=head)) as embedder:
+        rows = embedder.run(pairs, output="scores", activation=activation, dtype=dtype).rows
+    logits = tiny_heads.logits_of([tiny_heads.pair_ids(*it) for it in ids], labels=2)
+    powers = np.exp(logits)
+    softmax = powers / powers.sum(axis=1, keepdims=True)
+    want = {"none": logits, "model": softmax, "sigmoid": tiny_heads.sigmoid(logits), "softmax": softmax}[activation]
+    assert rows.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(rows, want, rtol=1e-5 if dtype == "float32" else 5e-3)

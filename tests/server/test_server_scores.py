@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import fake_server
 import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, refusal
+from fake_engine import FakeEngine
+from fake_server import Failed, FakeServer, StartServer, refusal
 from open_inference import infer, text_tensor
 from tiny_bundle import D_MODEL, LONGEST, expected_rows
 from tiny_heads import (
@@ -344,6 +346,42 @@ async def test_wrong_requests_to_a_dense_model_name_the_field(serve: Serve) -> N
     server = await serve({})
     for fields, message in DENSE:
         assert (await refused(server, **fields)).text.startswith(message)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+async def test_an_error_of_a_query_names_the_query(serve: Serve, *, is_dense: bool) -> None:
+    """A dense model computes each different query once, so the index of a query is not the index of its pair."""
+    server = await serve({}) if is_dense else await serve(FILES, scores=scores())
+    long, problem = "w5 " * 400_000, "query: must be at most 262144 bytes (max_text_bytes)"
+    assert (await refused(server, query=long, documents=["w6", "w7"])).text.startswith(problem)
+    pairs = [pb.TextPair(query=it, document="w6") for it in ("w5", "w5", "w5", long, long)]
+    assert (await refused(server, pairs=pairs)).text.startswith(f"pairs[3].{problem}")
+
+
+async def test_a_query_whose_vector_is_not_finite_is_named(start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(fake_server.D_MODEL, nan_id=5))  # "brave" has the id 5
+    problem = "the model's result for this input has NaN or infinity"
+    pairs = [pb.TextPair(query=it, document="hello") for it in ("hello", "hello", "brave", "brave")]
+    for fields, field in (
+        ({"query": "brave", "documents": ["hello"]}, "query"),
+        ({"query": "hello", "documents": ["hello", "brave"]}, "documents[1]"),
+        ({"pairs": pairs}, "pairs[2].query"),
+    ):
+        failed = await refusal(score(server, **fields))
+        assert (failed.reason, failed.text) == ("INFERENCE_FAILED", f"{field}: {problem}")
+
+
+async def test_a_long_query_of_a_dense_model_is_refused_without_truncation(serve: Serve) -> None:
+    server = await serve({}, similarity="dot")
+    long, problem = text(*[5] * LONGEST), f"query: must be at most {LONGEST} tokens"
+    refuse = pb.TRUNCATION_REFUSE
+    assert (await refused(server, query=long, documents=["w6"], truncation=refuse)).text.startswith(problem)
+    vectors = pb.RaggedTensor(kind="OUTPUT_KIND_MEAN", width=8, lengths=[1], data=bytes(32))
+    assert (await refused(server, query=long, document_vectors=vectors, truncation=refuse)).text.startswith(problem)
+    pairs = [pb.TextPair(query=it, document="w6") for it in ("w5", "w5", long, "w6", long)]
+    failed = await refused(server, pairs=pairs, truncation=refuse)
+    assert failed.text.startswith(f"pairs[2].{problem}")
+    assert f"pairs[4].{problem}" not in failed.text
 
 
 async def test_a_model_of_unknown_pooling_has_no_scores(serve: Serve) -> None:

@@ -172,6 +172,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     score_requests: list[pb.ScoreRequest] = field(default_factory=list)
     labels: tuple[str, ...] = ("relevant",)
+    score_fingerprint: str = ""  # the fingerprint in replies of Score; "" for `fingerprint`
+    refused_texts: tuple[str, ...] = ("refused",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer
     n_open_inspections: int = 0
@@ -286,7 +288,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
         """Score each document or text by its number of characters. Label n gets n times this number.
 
-        The text "refused" is refused, and the text "crash" fails as if the server has died.
+        The texts of `refused_texts` are refused. The text "crash" fails as if the server has died.
         """
         self.score_requests.append(request)
         texts = [*request.documents, *(pair.document for pair in request.pairs), *request.texts]
@@ -296,7 +298,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         for index, text in enumerate(texts):
             if text == "crash":
                 await context.abort(grpc.StatusCode.INTERNAL, "crashed")
-            if text == "refused":
+            if text in self.refused_texts:
                 name = "documents" if request.documents else "pairs" if request.pairs else "texts"
                 context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}[{index}]: is too long")
@@ -306,7 +308,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         return pb.ScoreResponse(
             model="tiny",
             model_version="1",
-            fingerprint=self.fingerprint,
+            fingerprint=self.score_fingerprint or self.fingerprint,
             space_id=self.space_id,
             scores=(scores if order is None else scores[order]).astype("<f4").tobytes(),
             label_count=len(self.labels),

@@ -152,6 +152,10 @@ class EncserveError(Exception):
             return self.problem
         return self.problem.format(**{name: _render(value, naming) for name, value in self.values.items()})
 
+    def change_fields(self, change: Callable[[FieldPath], FieldPath]) -> None:
+        """Replace each field that the error names by `change(field)`."""
+        self.values = {name: _changed(value, change) for name, value in self.values.items()}
+
     def __str__(self) -> str:
         return self.text(PLAIN)
 
@@ -189,9 +193,18 @@ class RequestError(EncserveError):
 
     def move(self, by: int) -> None:
         """Add `by` to the indices of inputs, because the error came from a later part of a request."""
-        for error in (self, *(self.others or ())):
-            error.field = _shift(error.field, by)
-            error.values = {name: _shift(value, by) for name, value in error.values.items()}
+
+        def shifted(path: FieldPath) -> FieldPath:
+            return path if path.at is None or path.field in _OF_OUTPUTS else replace(path, at=path.at + by)
+
+        self.change_fields(shifted)
+
+    def change_fields(self, change: Callable[[FieldPath], FieldPath]) -> None:
+        """Replace each field that this error and the errors of the other inputs name by `change(field)`."""
+        super().change_fields(change)
+        self.field = _changed(self.field, change)
+        for error in self.others or ():
+            error.change_fields(change)
 
     def field_name(self, naming: Naming) -> str:
         """Return the name of the field in a protocol; empty for the whole request."""
@@ -203,12 +216,10 @@ class RequestError(EncserveError):
         return f"{field}: {problem}" if field else problem
 
 
-def _shift(value: Any, by: int) -> Any:
+def _changed(value: Any, change: Callable[[FieldPath], FieldPath]) -> Any:
     if isinstance(value, tuple):
-        return tuple(_shift(it, by) for it in value)
-    if isinstance(value, FieldPath) and value.at is not None and value.field not in _OF_OUTPUTS:
-        return replace(value, at=value.at + by)
-    return value
+        return tuple(_changed(it, change) for it in value)
+    return change(value) if isinstance(value, FieldPath) else value
 
 
 class InvalidField(RequestError, status=statuses.INVALID):

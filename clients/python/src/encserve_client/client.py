@@ -628,6 +628,7 @@ class EncoderClient(SyncTransport):
         max_document_tokens: int | None = None,
         model: str | None = None,
         version: str | None = None,
+        expected_fingerprint: str | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> Array:
@@ -643,6 +644,8 @@ class EncoderClient(SyncTransport):
             max_document_tokens: As for `rank`.
             model: As for `embed`.
             version: As for `embed`.
+            expected_fingerprint: The fingerprint of the bundle that must compute the scores. Default: that of the
+                client.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
 
@@ -654,7 +657,8 @@ class EncoderClient(SyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens)
         key = model_key(model, version)
-        return self._call(self._core.score(self._wire(), pairs, key, options, timeout_seconds, progress))
+        call = self._core.score(self._wire(), pairs, key, options, expected_fingerprint, timeout_seconds, progress)
+        return self._call(call)
 
     @overload
     def classify(  # type: ignore[overload-overlap]

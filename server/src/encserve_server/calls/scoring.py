@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from encserve_server.calls.call import Call
+from encserve_server.errors import EncserveError
 from encserve_server.models.scoring import ScoreCall, Scored, plan_score
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.types.arrays import IndexedRows
@@ -30,9 +31,16 @@ async def score(
     if more_bytes:
         call.hold(more_bytes)
     # The outputs stay on the server, so only their own bytes are held.
-    replies = [None if it is None else await call.compute(model, it, growth=0.0) for it in (plan.queries, plan.inputs)]
-    queries, inputs = replies
-    made = [it for it in replies if it is not None]
+    queries = inputs = None
+    if plan.queries is not None:
+        try:
+            queries = await call.compute(model, plan.queries, growth=0.0)
+        except EncserveError as error:
+            error.change_fields(plan.query_of_pair)
+            raise
+    if plan.inputs is not None:
+        inputs = await call.compute(model, plan.inputs, growth=0.0)
+    made = [it for it in (queries, inputs) if it is not None]
     sequences = [sequence for it in made for sequence in it.sequences]
     waited = [it.seconds() for it in made]
     queue_seconds, compute_seconds = (max(times) for times in zip(*waited, strict=True))

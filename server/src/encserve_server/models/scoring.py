@@ -183,6 +183,12 @@ class ScorePlan:
         best = np.argsort(-scores[:, 0], kind="stable")[: self.call.top_k]
         return Scored(scores[best], labels, best)
 
+    def query_of_pair(self, path: FieldPath) -> FieldPath:
+        """Return the field of the request for a field of `queries`: the query of the first pair with this query."""
+        if path.at is None or path.field not in (RequestField.INPUT, RequestField.TEXT):
+            return path
+        return FieldPath(RequestField.QUERY, int(np.argmax(self._query_of == path.at)))
+
     def _labelled(self, logits: Sequence[Numbers]) -> Numbers:
         assert self.bundle.scores is not None  # noqa: S101 - the method is LABELS
         return activate(np.concatenate(logits), self.call.activation or self.bundle.scores.activation)

@@ -226,7 +226,8 @@ class Embedder:
         made = rows.embedded(kind, self.bundle)
         if kind != "scores":
             return made
-        return replace(made, rows=activate(made.rows.astype(np.float32, copy=False), activation))
+        found = activate(made.rows.astype(np.float32, copy=False), activation)
+        return replace(made, rows=found.astype(made.rows.dtype, copy=False))
 
     def _check(
         self, call_plan: CallPlan, sent: dict[int, SentInput]

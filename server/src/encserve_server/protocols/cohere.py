@@ -122,7 +122,8 @@ class RankedDocument(TypedDict, total=False):
 
     Attributes:
         index: The index of the document in the request.
-        relevance_score: The score of the document. For cross-encoders, the score is from 0 to 1.
+        relevance_score: The score of the document. For cross-encoders, /v1/rerank and /v2/rerank return a score from
+            0 to 1, and /rerank returns the model's own score.
         document: The document, if the request asks for documents.
     """
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
+from typing import Literal
 
 from encserve.extras import needs
-from encserve_cli.files.reading import InputKind, ReadOptions
+from encserve_cli.files.reading import ReadOptions
 from encserve_cli.job.job import Backend, EmbedJob
 from encserve_cli.job.local import EngineOptions, LocalBackend
 from encserve_cli.job.plan import MakeOptions
@@ -83,7 +84,7 @@ def embed_files(
     model_version: str | None = None,
     engine: EngineOptions | None = None,
     ray: RayOptions | None = None,
-    input_kind: InputKind = "text",
+    input_kind: Literal["text", "ids", "vectors"] = "text",
     column: str | None = None,
     keep: Sequence[str] = (),
     kind: OutputKind | None = None,
@@ -152,6 +153,8 @@ def embed_files(
         RuntimeError: The bundle, the engine or the cluster fails.
         OSError: A file cannot be read or written.
     """
+    if input_kind not in ("text", "ids", "vectors"):
+        raise ValueError(f"input_kind must be 'text', 'ids' or 'vectors'; was {input_kind!r}")
     backend = backend_of(
         bundle=None if bundle is None else fspath(bundle),
         client=client,

@@ -25,6 +25,7 @@ from encserve_client import (
     EncoderClient,
     EncodeResult,
     EncserveError,
+    FingerprintError,
     InferenceError,
     ModelInfo,
     ServerError,
@@ -42,6 +43,7 @@ _CRASHES = (ServerUnavailableError, ServerError)
 _CRASH_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _PROBE_INPUTS = 32  # small, so that a probe is fast; large enough to find one of 2,048 inputs with few probes
 _PROBE_SECONDS = 60.0  # the longest time of a probe, and of a restart of the server
+_SERVE_AGAIN = "serve the old version again, or run the command again, for a job with --overwrite"
 _MOST_CRASHING = 4  # if more inputs of one block make the server die, the server itself is broken
 
 
@@ -175,13 +177,6 @@ class ServerEncoder(ABC):
 
         return count
 
-    def _check_fingerprint(self, fingerprint: str) -> None:
-        if fingerprint != self._info.fingerprint:
-            raise ValueError(
-                f"the server has replaced the bundle {self._info.fingerprint} by {fingerprint}; serve the old version "
-                "again, or run the command again, for a job with --overwrite"
-            )
-
     def _check_running(self) -> None:
         if self._stopped:
             raise Stopped
@@ -244,7 +239,10 @@ class VectorEncoder(ServerEncoder):
         for error in result.errors.values():
             if not isinstance(error, REFUSALS):  # the input itself is not the cause
                 raise error
-        self._check_fingerprint(result.fingerprint)
+        if result.fingerprint != self._info.fingerprint:
+            raise ValueError(
+                f"the server has replaced the bundle {self._info.fingerprint} by {result.fingerprint}; {_SERVE_AGAIN}"
+            )
         on_batch(0, sum(it.token_count for it in result.sequences))
         if isinstance(inputs[0], list):
             result = with_sent_ids(result, inputs)
@@ -266,11 +264,12 @@ class ScoreEncoder(ServerEncoder):
             prompt_name=make.prompt_name,
             model=info.name,
             version=info.version,
+            expected_fingerprint=info.fingerprint,
         )
 
     def check(self) -> None:
         """See `ServerEncoder`. The server checks the options of a call only with a pair."""
-        self._score([("", "")])
+        self._score([("a", "a")])  # some models refuse an empty text, because it has no tokens
 
     def _probe(self, values: Sequence[Any]) -> tuple[str, Message]:
         request = pb.ScoreRequest(pairs=[pb.TextPair(query=query, document=document) for query, document in values])
@@ -287,6 +286,7 @@ class ScoreEncoder(ServerEncoder):
             count(len(found) + len(refused) + done)
 
         while groups:
+            self._check_running()  # refused calls report no progress
             group = groups.pop()
             try:
                 scores = self._score([values[index] for index in group], progress=progress)
@@ -297,9 +297,10 @@ class ScoreEncoder(ServerEncoder):
                 refused[group.pop(error.index)] = error
                 half = len(group) // 2
                 groups += filter(None, (group[:half], group[half:]))
+            except FingerprintError as error:
+                raise ValueError(f"{error}; {_SERVE_AGAIN}") from error
             else:
                 found |= zip(group, scores.reshape(len(group), -1), strict=True)
-        self._check_fingerprint(self._client.model(self._info.name, self._info.version).fingerprint)
         return Encoded(self._result([found[index] for index in sorted(found)]) if found else None, refused)
 
     def _result(self, scores: Sequence[Any]) -> EncodeResult:

@@ -416,15 +416,19 @@ class Core:
         pairs: Iterable[tuple[str, str]],
         key: ModelKey,
         options: ScoreOptions,
+        expected_fingerprint: str | None,
         timeout_seconds: float | None,
         progress: Progress | None,
     ) -> Array:
         """Return the scores of pairs, in order: (pairs,), or (pairs, labels) if the model has several labels."""
+        check_type("expected_fingerprint", expected_fingerprint, (str, type(None)), "a str or None")
         items = check_pairs(pairs)
         request = options.to_proto()
         if not items:
             return np.empty(0, np.float32)
-        answers = await self._score(wire, request, "pairs", items, key, timeout_seconds, progress)
+        answers = await self._score(
+            wire, request, "pairs", items, key, timeout_seconds, progress, expected_fingerprint=expected_fingerprint
+        )
         scores = np.concatenate([answer.scores for _, answer in answers])  # (pairs, labels)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -461,16 +465,21 @@ class Core:
         timeout_seconds: float | None,
         progress: Progress | None,
         check: Callable[[ModelInfo], None] = lambda _: None,
+        *,
+        expected_fingerprint: str | None = None,
     ) -> list[tuple[Sequence[int], ScoreAnswer]]:
         """Split documents, pairs or texts into messages, and send the messages.
 
-        Document vectors are in `template`. `check` checks the inputs against the model.
+        Document vectors are in `template`. `check` checks the inputs against the model. `expected_fingerprint` is the
+        fingerprint of every answer; None for that of the settings.
 
         Returns:
             (indices of the inputs, answer) of each message, in the order of the inputs.
         """
         check_function("progress", progress)
         expected = self.settings.expected
+        if expected_fingerprint is not None:
+            expected = replace(expected, fingerprint=expected_fingerprint)
         template.model, template.model_version = key
         template.expected_fingerprint, template.expected_space_id = expected.fingerprint, expected.space_id
         template.priority = PRIORITIES[self.settings.priority]
