@@ -24,7 +24,7 @@ _DNS_NAME = re.compile(r"[^\s:/@]+")
 _CERTIFICATE_NAME_RULE = "a DNS name, or a URI that begins with its scheme such as spiffe://"
 # Errors of tomllib quote parts of the file. These parts are hidden, because they may contain a key.
 _QUOTED = re.compile(r"""\(?['"].{2,}['"](,?\))?""")
-# Errors show only unknown field names of this form. Another text may be a key that the user wrote as a field name.
+# Errors show an unknown field name only in this form. Another text may be a key that the user wrote as a field name.
 _SAFE_NAME = re.compile(r"[A-Za-z_]{1,24}")
 # A wider range of weights would starve callers of low weight.
 _MIN_WEIGHT, _MAX_WEIGHT = 0.01, 100.0

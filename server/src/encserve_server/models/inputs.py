@@ -74,7 +74,7 @@ class LengthLimit:
         name: The name of the limit for errors, such as "max_tokens". Errors replace "{task}" by the task.
         task: The task that has the limit.
         truncate: Whether a longer input is cut instead of refused.
-        closing: A cut input of ids ends with these ids, such as the id of [SEP].
+        closing: If an input of ids is cut, it ends with these ids, such as the id of [SEP].
         document_tokens: The maximum number of tokens of the second text of a pair; 0 for no such limit. The end of a
             longer text is always cut.
     """
@@ -185,7 +185,7 @@ class InputChecker:
     async def _check_in_threads(
         self, inputs: Sequence[SentInput], rules: InputRules, sender: Sender, text_bytes: int
     ) -> tuple[dict[int, TokenSequence], dict[int, RequestError]]:
-        """Return the sequences of valid inputs, and the errors of refused inputs. End early with many errors."""
+        """Return the sequences of valid inputs, and the errors of refused inputs. Stop early after `_MOST_REFUSED`."""
         assert self._tokenizer is not None  # noqa: S101 - the caller checks this
         sequences: dict[int, TokenSequence] = {}
         refused: dict[int, RequestError] = {}
@@ -255,7 +255,7 @@ class InputChecker:
             return 0
         around_bytes = len((rules.before + rules.after).encode())
         text_bytes = counted_chars = 0
-        queries: set[int] = set()  # the ids of the queries that have been counted
+        queries: set[int] = set()  # `id()` of each query that is already counted
         refused: dict[int, RequestError] = {}
         for at, sent in enumerate(inputs):
             texts: tuple[str, ...] = (sent,) if isinstance(sent, str) else ()

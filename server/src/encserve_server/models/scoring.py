@@ -1,4 +1,4 @@
-"""Score calls: the encode calls that they need, and the scores of their results. Independent of protocols."""
+"""Plans the encode calls of a score call, and computes the scores from their results. Independent of protocols."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -107,9 +107,9 @@ class Scored:
     Attributes:
         scores: (n, labels) float32, in the order of the call. With `indices`, only the chosen ones, the largest first.
         labels: The names of the labels; empty unless the model computes logits of labels.
-        indices: (n,) the index in the call of each score; None for the order of the call.
+        indices: (n,) for each score, the index of its input in the call; None if the scores have the order of the call.
         sequences: The sequence of each document, pair or text; empty if the caller sent vectors.
-        queries: The sequences of the queries, if they are separate sequences.
+        queries: The sequences of the distinct queries; empty for ScoreMethod.LABELS.
         tokenize_seconds: The time for tokenizing, including the wait for a thread.
         queue_seconds: The longest queue time of a sequence.
         compute_seconds: The longest run time of a batch.
@@ -131,7 +131,7 @@ class Scored:
 
     @property
     def truncated(self) -> list[int]:
-        """The indices in the call of the inputs that were cut."""
+        """The indices of the inputs that were cut."""
         return [i for i, it in enumerate(self.sequences) if it.truncated]
 
 
@@ -153,7 +153,7 @@ class ScorePlan:
     Attributes:
         method: The way in which the model computes scores.
         inputs: The call for the documents, pairs or texts; None if the caller sent vectors.
-        queries: The call for the different queries, if they are separate sequences.
+        queries: The encode call for the queries, each distinct text once; None for ScoreMethod.LABELS.
     """
 
     bundle: Bundle

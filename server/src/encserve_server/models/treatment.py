@@ -36,7 +36,7 @@ class EncodeCall:
         shape: The format of the reply.
         max_tokens: The maximum number of tokens of an input; 0 for the limit of the model or the task.
         priority: The requested priority.
-        closing: A cut input of ids ends with these ids, such as the id of [SEP].
+        closing: If an input of ids is cut, it ends with these ids, such as the id of [SEP].
         document_tokens: The maximum number of tokens of the second text of a pair; 0 for no such limit.
     """
 
@@ -95,7 +95,8 @@ class CallPlanner:
             tokenizer: The model's tokenizer, if it has one.
             outputs: The outputs that the model supports.
             max_text_bytes: The maximum size of a text, in bytes of UTF-8.
-            static_tokenizers: For each task that a table answers, the tokenizer of the table.
+            static_tokenizers: The tokenizer of the static sparse table of each task. Tasks without such a table are
+                absent.
 
         Raises:
             BundleError: The tokenizer fails for a prompt.
@@ -164,8 +165,8 @@ class CallPlanner:
             truncate: Whether a text that is too long is cut instead of refused; None accepts any length.
 
         Raises:
-            InvalidField: The model lacks the task or the prompt, or the inputs are not texts but the task or the prompt
-                changes texts.
+            InvalidField: The model lacks the task or the prompt. Or an input is not a text, and the task or the prompt
+                is for texts only.
         """
         settings = self._tasks[task] if task in self._tasks else self._refuse_task(task)
         prompt = self._bundle.prompts.get(self._prompt_name(prompt_name, inputs, task), "")

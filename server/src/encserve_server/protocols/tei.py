@@ -105,7 +105,7 @@ AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
 
 
 class SimilarityParameters(msgspec.Struct):
-    """Further fields. If a field is also set next to inputs, the value in parameters counts.
+    """Further fields. A field that is set here replaces the field of the same name at the top level of the request.
 
     Attributes:
         truncate: Whether texts that are too long are cut. Otherwise they are refused.
@@ -160,7 +160,7 @@ class PredictParameters(msgspec.Struct):
 
     Attributes:
         function_to_apply: The function that turns the logits of the model into scores: sigmoid, softmax, or none for
-            logits. It counts more than raw_scores.
+            logits. If it is set, raw_scores is ignored.
         top_k: The number of labels to return for each input. Default: all.
     """
 
@@ -177,8 +177,8 @@ class PredictBody(scores.ScoreBody):
             one label, softmax for several labels.
         truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
             only the end of a text.
-        parameters: Further fields. With this object, the reply has a list for each input, even for an input without a
-            list around it. huggingface_hub sends requests and reads replies in this form.
+        parameters: Further fields. With this object, the reply is always a list of lists, even if inputs is a single
+            text or a single pair. huggingface_hub sends requests and reads replies in this form.
     """
 
     inputs: str | list[str | list[str]] | None = None
@@ -555,7 +555,7 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
 
 
 def _predicted(inputs: str | list[Any] | None) -> tuple[list[str], list[SentPair], bool]:
-    """Return the texts or the pairs of /predict, and whether the request has one input without a list around it.
+    """Return the texts or the pairs of /predict, and whether inputs is a single text or a single pair.
 
     Raises:
         InvalidField: An input is neither a text nor a pair, or the request has both texts and pairs.

@@ -57,7 +57,7 @@ def copy_bundle(source: Path, repository: Path, *, name: str = "", version: str 
 def rename_bundle(source: Path, *, name: str = "", version: str = "") -> Path:
     """Give a bundle another name or version in its model repository: copy the bundle, then remove the old folder.
 
-    A bundle that is in the folder of its new name and version already gets only a new manifest.
+    If the bundle's folder already has the new name and version, only the manifest is changed.
 
     Args:
         source: The folder <name>/<version>/ of a bundle. Or the folder <name>/; then the newest version is renamed.
@@ -145,6 +145,6 @@ def _write_manifest(source: Path, target: Path, key: tuple[str, str]) -> None:
 
 
 def _write_error(error: OSError, target: Path) -> BundleError:
-    """Name the file of an error. For a full disk, name the target, because `shutil.copyfile` names its source."""
+    """Return an error that names the file. For a full disk, name the target, because `shutil.copyfile` names its source."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return BundleError(f"{target if is_full else error.filename or target}: {error.strerror or error}")
