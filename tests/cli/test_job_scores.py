@@ -120,7 +120,7 @@ async def test_refused_pairs_have_no_score(
     assert {row - 1 for row in reasons} == bad
     assert (reasons[6], reasons[21]) == ("document is null", "query is null")
     assert reasons[13].startswith("makes the server fail each time: crashed")
-    assert reasons[3] == "is too long"
+    assert reasons[3] == "document is too long"
 
 
 async def test_all_pairs_may_be_refused(service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]) -> None:

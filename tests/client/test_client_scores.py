@@ -170,8 +170,9 @@ async def test_an_error_has_the_index_of_the_callers_document(caller: Caller, se
     with pytest.raises(InvalidRequestError, match=r"^documents\[3\]: is too long") as raised:
         await caller(client.rank, "q", [*TEXTS[:3], "refused", "x"])
     assert (raised.value.index, raised.value.field) == (3, "documents[3]")
-    with pytest.raises(InvalidRequestError, match=r"^pairs\[1\]: is too long"):
+    with pytest.raises(InvalidRequestError, match=r"^pairs\[1\]\.document: is too long") as raised:
         await caller(client.score, [("q", "a"), ("q", "refused")])
+    assert (raised.value.index, raised.value.field) == (1, "pairs[1].document")
 
 
 WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [

@@ -492,3 +492,11 @@ def test_scores_have_the_requested_type(tmp_path: Path, activation: Any, dtype: 
     want = {"none": logits, "model": softmax, "sigmoid": tiny_heads.sigmoid(logits), "softmax": softmax}[activation]
     assert rows.dtype == np.dtype(dtype)
     np.testing.assert_allclose(rows, want, rtol=1e-5 if dtype == "float32" else 5e-3)
+
+
+def test_the_reason_of_a_pair_names_the_query(tmp_path: Path) -> None:
+    files, long = {"scores.onnx": tiny_heads.scores_file()}, "w5 " * 100_000
+    with Embedder(write_bundle(tmp_path, tokenizer=words(), files=files, scores=tiny_heads.scores())) as embedder:
+        refused = embedder.run([("w5", "w6"), (long, "w6"), ("w5", long)], output="scores", truncate=True).refused
+    problem = "must be at most 262144 bytes (max_text_bytes); was 300000"
+    assert refused == {1: f"query {problem}", 2: problem}

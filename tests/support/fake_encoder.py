@@ -300,8 +300,9 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
                 await context.abort(grpc.StatusCode.INTERNAL, "crashed")
             if text in self.refused_texts:
                 name = "documents" if request.documents else "pairs" if request.pairs else "texts"
+                part = ".document" if request.pairs else ""
                 context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}[{index}]: is too long")
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{name}[{index}]{part}: is too long")
         sizes = [len(text) for text in texts] or list(request.document_vectors.lengths)
         scores = np.array(sizes, "<f4")[:, None] * np.arange(1, len(self.labels) + 1, dtype="<f4")
         order = np.argsort(-scores[:, 0], kind="stable")[: request.top_k] if request.top_k else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import PLAIN, EncserveError, FieldPath, InferenceFailed, RequestError
+from encserve_server.errors import PLAIN, EncserveError, FieldPath, InferenceFailed, RequestError, RequestField
 from encserve_server.models.treatment import CallPlan
 from encserve_server.offline.options import OutputName
 from encserve_server.types.arrays import IndexedRows, OutputArrays, OutputRows
@@ -222,5 +222,8 @@ def reason_of(error: EncserveError) -> str:
     if not isinstance(error, RequestError):
         return str(error.values["problem"])
     text = error.problem_text(PLAIN)
-    place = error.field.place if isinstance(error.field, FieldPath) else None
-    return text if place is None else f"id {place} {text}"
+    if not isinstance(error.field, FieldPath):
+        return text
+    if error.field.field is RequestField.QUERY:
+        return f"query {text}"
+    return text if error.field.place is None else f"id {error.field.place} {text}"

@@ -14,6 +14,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from encserve_cli.files.encoding import REFUSALS, with_sent_ids
+from encserve_cli.files.reading import PAIR_COLUMNS
 from encserve_cli.files.rows import Value
 from encserve_cli.files.writing import RAGGED
 from encserve_cli.job.plan import MakeOptions, ModelFacts
@@ -27,6 +28,7 @@ from encserve_client import (
     EncserveError,
     FingerprintError,
     InferenceError,
+    InvalidRequestError,
     ModelInfo,
     ServerError,
     ServerUnavailableError,
@@ -294,7 +296,7 @@ class ScoreEncoder(ServerEncoder):
                 if error.index is None:
                     raise
                 # A call fails if one pair is refused. Halves need fewer calls if many pairs are refused.
-                refused[group.pop(error.index)] = error
+                refused[group.pop(error.index)] = _naming_text(error)
                 half = len(group) // 2
                 groups += filter(None, (group[:half], group[half:]))
             except FingerprintError as error:
@@ -308,6 +310,12 @@ class ScoreEncoder(ServerEncoder):
         output = EncodedOutput("scores", False, (Block(rows, np.ones(len(rows), np.int64)),))  # type: ignore[arg-type]
         timings = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
         return EncodeResult(info.name, info.version, info.fingerprint, (output,), (), timings, info.space_id)
+
+
+def _naming_text(error: EncserveError) -> EncserveError:
+    """Return the error of a pair. The problem begins with "query" or "document" if one of these texts is at fault."""
+    name = error.field.rpartition(".")[2]
+    return InvalidRequestError(f"{name} {error.problem}", reason=error.reason) if name in PAIR_COLUMNS else error
 
 
 def _in_order(result: EncodeResult, order: Sequence[int]) -> EncodeResult:
