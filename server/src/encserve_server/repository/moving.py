@@ -145,6 +145,6 @@ def _write_manifest(source: Path, target: Path, key: tuple[str, str]) -> None:
 
 
 def _write_error(error: OSError, target: Path) -> BundleError:
-    """Return an error with a file name. For a full disk, name the target, because `shutil.copyfile` names its source."""
+    """Return an error that names the file, or the target of a full disk: `shutil.copyfile` names its source then."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return BundleError(f"{target if is_full else error.filename or target}: {error.strerror or error}")
