@@ -225,11 +225,11 @@ def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     remark = export(directory, directory.parent / "elsewhere").notes["remark"]
     assert remark.startswith("the code that config.json names (auto_map) was not run")
     weights(lambda its: its | {"encoder.layer.0.alibi.bias": torch.ones(64)})(directory)
-    message = r"alibi\.bias.*\(auto_map\).* never .*export it as ONNX"
+    message = r"alibi\.bias.*\(auto_map\).* never .*export the model to ONNX"
     assert re.search(message, refused(directory))
     shutil.rmtree(directory.parent / "models")
     change_config(directory, model_type="mine")
-    message = r"model_type 'mine'.*\(auto_map .*never .*export it as ONNX"
+    message = r"model_type 'mine'.*\(auto_map .*never .*export the model to ONNX"
     assert re.search(message, refused(directory))
 
 
