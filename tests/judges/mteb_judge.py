@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskSTS
-from mteb.abstasks.task_metadata import TaskMetadata
+from mteb_task import describe
 
 requests_file, *blocks = map(Path, sys.argv[1:])
 pairs = json.loads(requests_file.read_text(encoding="utf-8"))["pairs"]
@@ -26,15 +26,7 @@ class Pairs(AbsTaskSTS):  # type: ignore[misc]
     The score is Spearman's correlation between the similarities in `pairs` and the cosine similarities of the vectors.
     """
 
-    metadata = TaskMetadata(
-        name="Pairs",
-        description="A few pairs of texts",
-        dataset={"path": "none", "revision": "1"},
-        type="STS",
-        eval_splits=["test"],
-        eval_langs=["eng-Latn"],
-        main_score="cosine_spearman",
-    )
+    metadata = describe("Pairs", "STS", "cosine_spearman")
     min_score, max_score = 0, 5
 
     def load_data(self, *args: Any, **options: Any) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import mteb
 from datasets import Dataset
 from mteb.abstasks import AbsTaskRetrieval
-from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import OpenAIAPIEncodeWrapper, OpenAIAPIRerankWrapper
 from mteb.models.model_meta import ModelMeta
+from mteb_task import describe
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from encserve_client import EncoderClient
@@ -36,15 +36,7 @@ NOT_SCORES = ("hf_subset", "languages", "mteb_version", "evaluation_time")
 class Ranks(AbsTaskRetrieval):  # type: ignore[misc]
     """A task with the queries and documents of REQUESTS."""
 
-    metadata = TaskMetadata(
-        name="Ranks",
-        description="A few documents to rank",
-        dataset={"path": "none", "revision": "1"},
-        type="Reranking",
-        eval_splits=["test"],
-        eval_langs=["eng-Latn"],
-        main_score="map_at_1000",
-    )
+    metadata = describe("Ranks", "Reranking", "map_at_1000")
 
     def load_data(self, *args: Any, **options: Any) -> None:
         """Build the data set."""

@@ -8,17 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from judging import ROOT, python_environment, run
+from docs_text import code_blocks
+from judging import ROOT, python_environment, run, with_ports
 from real_server import RealServer
 
 README = (ROOT / "README.md").read_text()
-OWN_PROGRAM, OPENAI_PROGRAM = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-CURL_OUTPUT, OWN_OUTPUT = re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-def with_ports(lines: str, server: RealServer) -> str:
-    """Replace the ports in a code block by the ports of the test's server."""
-    return lines.replace(":8080", f":{server.http_port}").replace(":50051", f":{server.grpc_port}")
+(_, OWN_PROGRAM), (_, OPENAI_PROGRAM) = code_blocks(README, "python")
+(_, CURL_OUTPUT), (_, OWN_OUTPUT) = code_blocks(README, "text")
 
 
 def test_the_curl_line(minilm: RealServer) -> None:

@@ -5,7 +5,6 @@ The ports in the code are replaced by free ports.
 
 import contextlib
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from judging import ROOT, python_environment
+from docs_text import code_blocks
+from judging import ROOT, python_environment, with_ports
 from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 from tiny_heads import words
@@ -21,12 +21,6 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs openai
 
 MODEL = "all-MiniLM-L6-v2"
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Return the (language, text) of each code block of a page, in order."""
-    text = (ROOT / "docs/how-to" / page).read_text()
-    return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -41,11 +35,6 @@ def started(lines: str, folder: Path, variables: dict[str, str]) -> Iterator[Rea
         yield server
 
 
-def with_ports(lines: str, server: RealServer) -> str:
-    ports = {"50051": server.grpc_port, "8080": server.http_port, "9464": server.metrics_port}
-    return re.sub("|".join(ports), lambda match: str(ports[match[0]]), lines)
-
-
 @pytest.mark.parametrize(("page", "expected"), [("tls.md", 7), ("keys-and-shares.md", 5)])
 def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
     write_bundle(tmp_path / "models", tokenizer=words())
@@ -55,7 +44,7 @@ def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
     ran = 0
     with contextlib.ExitStack() as stack:
         server: RealServer | None = None
-        for language, lines in blocks(page):
+        for language, lines in code_blocks((ROOT / "docs/how-to" / page).read_text(), "sh", "python", "toml"):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
                 exported.clear()  # a server with callers.toml does not start with ENCSERVE_API_KEY

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import MODEL, minilm_directory
+from docs_text import code_blocks
 from exporting import export_once
 from judging import JUDGES, ROOT, TEXTS, npm_folder, program, python_environment, run
 from real_server import RealServer, real_server
@@ -75,8 +76,7 @@ def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
     """Return the (language, text) of each code block that sends `texts` over HTTP, by tool."""
     parts = re.split(r"^## (.+)\n", CLIENTS.read_text(), flags=re.MULTILINE)[1:]
     parts += re.split(r"^### (.+)\n", section("Over HTTP"), flags=re.MULTILINE)[1:]
-    block = re.compile(r"^```(python|js)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    found = {tool: block.findall(part) for tool, part in zip(parts[::2], parts[1::2], strict=True)}
+    found = {tool: code_blocks(part, "python", "js") for tool, part in zip(parts[::2], parts[1::2], strict=True)}
     return {tool: blocks for tool, blocks in found.items() if blocks}
 
 
@@ -163,8 +163,8 @@ def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Arr
     two texts of TEXTS.
     """
     file, want = requests[False]
-    blocks = re.findall(r"^```python\n(.*?)^```", section("Over gRPC"), re.DOTALL | re.MULTILINE)
-    for environment, lines in zip(("clients", "gateways"), blocks, strict=True):
+    blocks = code_blocks(section("Over gRPC"), "python")
+    for environment, (_, lines) in zip(("clients", "gateways"), blocks, strict=True):
         path = tmp_path / f"{environment}.py"
         path.write_text(with_ports(lines, server))
         run([python_environment(environment) / "python", JUDGES / "tool.py", file, path])

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner
+from docs_text import code_blocks
 from real_server import real_server
 from sentence_models import write_model
 from tiny_bundle import write_bundle
@@ -62,7 +63,7 @@ class Model(nn.Module):
 
 def blocks(page: str, language: str) -> list[str]:
     """Return the code blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), flags=re.M | re.S)
+    return [code for _, code in code_blocks((DOCS / page).read_text(), language)]
 
 
 def run(line: str, **replaced: Path | str) -> str:

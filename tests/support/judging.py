@@ -9,6 +9,7 @@ import datetime
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 import pytest
 from harness.programs import peer_environment
+from real_server import RealServer
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
@@ -98,6 +100,12 @@ def program(name: str, package: str) -> str:
     if path is None:
         missing(f"no {name} is on the path (apt-get install {package})")
     return path
+
+
+def with_ports(lines: str, server: RealServer) -> str:
+    """Replace the default ports in a code block by the ports of the test's server."""
+    ports = {"50051": server.grpc_port, "8080": server.http_port, "9464": server.metrics_port}
+    return re.sub("|".join(ports), lambda match: str(ports[match[0]]), lines)
 
 
 def run(

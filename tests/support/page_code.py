@@ -48,6 +48,21 @@ def blocks(page: str) -> list[Block]:
     return [Block(*groups) for groups in _BLOCK.findall((DOCS / page).read_text())]
 
 
+def run_commands(folder: Path, commands: str, **variables: str) -> str:
+    """Run lines with bash in a folder, and return their standard output. A command that fails ends the test."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env=clean_environment({"PATH": path, **variables}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{commands}{done.stdout}{done.stderr}"
+    return done.stdout
+
+
 class Reader:
     """A reader of one page.
 
@@ -82,16 +97,7 @@ class Reader:
             (line,) = lines
             self._serve(*shlex.split(line)[2:])
             return
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["/bin/bash", "-euc", "\n".join(lines)],
-            cwd=self._folder,
-            env=clean_environment({"ENCSERVE_TARGET": self.target, "PATH": path}),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{code}{done.stdout}{done.stderr}"
+        run_commands(self._folder, "\n".join(lines), ENCSERVE_TARGET=self.target)
 
     def _serve(self, *arguments: str) -> None:
         """Start a server. It takes the place of an earlier server."""
