@@ -1,7 +1,7 @@
 """Hooks of mkdocs for the links that leave docs/. `mkdocs.yml` names this file.
 
-The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md and
-CONTRIBUTING.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.
+The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md, CONTRIBUTING.md
+and RATIONALE.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.
 """
 
 import posixpath
@@ -17,6 +17,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "project/CHANGELOG.md",
     "CONTRIBUTING.md": "project/CONTRIBUTING.md",
+    "RATIONALE.md": "project/RATIONALE.md",
 }
 _SOURCES = {page: name for name, page in PAGES.items() if name != "README.md"}
 # Code is matched too, so that no link is found inside code.
