@@ -211,6 +211,91 @@ async def test_a_multi_vector_model_ranks_by_maxsim(serve: Serve) -> None:
     np.testing.assert_allclose([it["score"] for it in reply["data"]], want, rtol=1e-4)
 
 
+# Fields
+
+TEXTS = {"query": text(*QUERY), "texts": DOCUMENTS}
+BODIES: list[tuple[str, dict[str, Any]]] = [  # a path and the inputs of a request; the second input is too long
+    ("/rerank", {**TEXTS, "texts": [*DOCUMENTS, LONG]}),
+    ("/rerank", {**ASKED, "documents": [*DOCUMENTS, LONG]}),
+    ("/v1/rerank", {**ASKED, "documents": [*DOCUMENTS, LONG]}),
+    ("/v2/rerank", {**ASKED, "documents": [*DOCUMENTS, LONG]}),
+    ("/score", {"text_1": text(*QUERY), "text_2": [*DOCUMENTS, LONG]}),
+    ("/v1/score", {"queries": text(*QUERY), "documents": [*DOCUMENTS, LONG]}),
+    ("/classify", {"input": [*DOCUMENTS, LONG]}),
+    ("/predict", {"inputs": [[it] for it in (*DOCUMENTS, LONG)]}),
+]
+INPUTS = {"query", "texts", "documents", "text_1", "text_2", "queries", "input", "inputs"}
+# For each field, a value that differs from the default on every route.
+VALUES = {
+    "max_tokens_per_doc": 1,
+    "model": "other",
+    "parameters": {"function_to_apply": "none"},
+    "priority": "high",
+    "prompt_name": "p",
+    "rank_fields": ["a"],
+    "raw_scores": True,
+    "return_text": True,
+    "top_n": 1,
+    "truncate": False,
+    "truncate_prompt_tokens": 7,
+    "truncation_direction": "left",
+    "truncation_side": "left",
+    "use_activation": False,
+}
+IGNORED = {"user", "max_chunks_per_doc"}
+
+
+async def fields_of(server: FakeServer) -> dict[str, dict[str, str]]:
+    """Return the name and the description of the fields of each route, from the OpenAPI document."""
+    document = (await get(server, "/openapi.json")).json()
+    found = {}
+    for path in dict(BODIES):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        if "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        found[path] = {name: it.get("description", "") for name, it in schema["properties"].items()}
+    return found
+
+
+@pytest.mark.parametrize(("path", "inputs"), BODIES, ids=[f"{path} {[*inputs][-1]}" for path, inputs in BODIES])
+async def test_every_field_has_an_effect_or_is_refused(serve: Serve, path: str, inputs: dict[str, Any]) -> None:
+    server = await serve(FILES, HTTP, scores=scores())
+    fields = (await fields_of(server))[path]
+    plain = await post(server, path, inputs)
+    assert plain.status_code == 200, plain.text
+    for name in fields.keys() - INPUTS - IGNORED:
+        value = VALUES[name] if name in VALUES else path == "/v2/rerank"  # return_documents
+        response = await post(server, path, {**inputs, name: value})
+        if response.status_code == 200:
+            assert without_ids(response.json()) != without_ids(plain.json()), name
+        else:
+            assert response.status_code in (400, 404, 422), (name, response.text)
+    for name in fields.keys() & IGNORED:
+        assert fields[name].startswith("Ignored"), name
+
+
+def without_ids(reply: Any) -> Any:
+    return {name: it for name, it in reply.items() if name not in ("id", "created")} if isinstance(reply, dict) else reply
+
+
+async def test_texts_and_documents_have_the_same_fields(serve: Serve) -> None:
+    server = await serve(FILES, HTTP, scores=scores())
+    for fields in (
+        {},
+        {"top_n": 0},
+        {"top_n": 2},
+        {"max_tokens_per_doc": 1},
+        {"use_activation": False},
+        {"use_activation": True},
+        {"raw_scores": True},
+        {"truncate_prompt_tokens": 7},
+        {"top_n": 1, "max_tokens_per_doc": 2, "raw_scores": False},
+    ):
+        ranks = await ask(server, "/rerank", {**TEXTS, **fields})
+        results = (await ask(server, "/rerank", {**ASKED, **fields, "return_documents": False}))["results"]
+        assert ranks == [{"index": it["index"], "score": it["relevance_score"]} for it in results], fields
+
+
 # Scores and labels
 
 
@@ -372,6 +457,49 @@ REFUSED: list[tuple[str, Any, int, str]] = [  # a path, a body, the status, and 
     ("/rerank", {"query": "a", "texts": []}, 400, "texts: must hold at least 1 text; was empty"),
     ("/rerank", {"query": "a", "documents": []}, 400, "documents: must hold at least 1 text; was empty"),
     ("/rerank", {"query": "a", "texts": ["b"], "documents": ["b"]}, 422, "texts: must be left out if documents"),
+    ("/rerank", {**TEXTS, "return_documents": True}, 422, "return_documents: must be left out if texts is set"),
+    ("/rerank", {**TEXTS, "rank_fields": ["a"]}, 422, "rank_fields: must be left out if texts is set"),
+    ("/v2/rerank", {**ASKED, "rank_fields": ["a"]}, 400, "rank_fields: must be left out if all documents are strings"),
+    ("/v2/rerank", {**ASKED, "rank_fields": []}, 400, "rank_fields: must hold at least 1 name; was empty"),
+    ("/rerank", {**ASKED, "return_text": True}, 422, "return_text: must be left out if documents is set"),
+    ("/rerank", {**TEXTS, "top_n": -1}, 422, "top_n: must be at least 0; was -1"),
+    ("/rerank", {**TEXTS, "max_tokens_per_doc": -1}, 422, "max_tokens_per_doc: must be at least 1; was -1"),
+    (
+        "/rerank",
+        {**TEXTS, "raw_scores": True, "use_activation": True},
+        422,
+        "raw_scores: must be left out if use_activation is set",
+    ),
+    (
+        "/rerank",
+        {**ASKED, "raw_scores": False, "use_activation": True},
+        422,
+        "raw_scores: must be left out if use_activation is set",
+    ),
+    (
+        "/predict",
+        {"inputs": "a", "raw_scores": True, "parameters": {"function_to_apply": "none"}},
+        422,
+        "raw_scores: must be left out if parameters.function_to_apply is set",
+    ),
+    (
+        "/score",
+        {"text_1": "a", "text_2": ["b", LONG], "truncation_side": "left"},
+        400,
+        "text_2[1]: must be at most 32 tokens, because this server truncates texts only at their end; was",
+    ),
+    (
+        "/v1/rerank",
+        {**ASKED, "truncation_side": "left", "truncation_direction": "right"},
+        400,
+        "truncation_side: must be left out if truncation_direction is set",
+    ),
+    (
+        "/v1/rerank",
+        {**ASKED, "truncation_side": "left", "max_tokens_per_doc": 2},
+        400,
+        "max_tokens_per_doc: must be left out with truncation on the left, because this field cuts the end of documents",
+    ),
     ("/rerank", {"query": "a", "texts": ["b", 3]}, 422, "texts[1]: must be a string; was 3"),
     ("/rerank", {"query": ["a"], "texts": ["b"]}, 422, "query: must be a string; was a list"),
     ("/rerank", {"query": "a", "texts": ["b", LONG], "truncate": False}, 422, "texts[1]: must be at most 32 tokens"),

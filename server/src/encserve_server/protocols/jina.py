@@ -6,7 +6,7 @@ https://api.jina.ai/docs
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import msgspec
@@ -23,7 +23,6 @@ from encserve_server.protocols import cohere, openai, tei
 from encserve_server.protocols.http_json import scores
 from encserve_server.protocols.http_json.decoding import DOCUMENTS, STRINGS, BodyDecoder
 from encserve_server.protocols.http_json.naming import http_naming, text_of
-from encserve_server.protocols.http_json.requests import is_left
 
 _EXAMPLE = {"query": "a pet", "documents": ["a cat", "a car"], "top_n": 1}
 
@@ -34,16 +33,13 @@ class AnyRerankBody(scores.RerankBody):
     Attributes:
         texts: The texts to rank, instead of documents. The reply is then a list.
         raw_scores: Whether the scores are the logits of the model. Otherwise the scores of texts are from 0 to 1, and
-            the scores of documents are the model's own.
-        return_text: Only with texts: whether the reply has the texts.
-        truncation_direction: Only with texts: right or left. With left, an input that is too long is refused, because
-            this server cuts only the end of a text.
+            the scores of documents are the model's own. use_activation must then be left out.
+        return_text: Whether the reply has the texts. Only with texts.
     """
 
     texts: list[str] | None = None
     raw_scores: bool | None = None
     return_text: bool | None = None
-    truncation_direction: str | None = None
 
 
 class JinaRanked(TypedDict):
@@ -131,13 +127,14 @@ class JinaRoutes:
     async def rerank(self, request: Request, call: Call) -> Reply:
         """Return the documents with the largest scores for a query, as vLLM or text-embeddings-inference does."""
         fields = await self._any.decode(request.body, call.hold)
+        if fields.raw_scores is not None:
+            if fields.use_activation is not None:
+                raise InvalidField("raw_scores", "must be left out if use_activation is set")
+            fields = msgspec.structs.replace(fields, use_activation=not fields.raw_scores)
         if fields.documents is None:
             return await self._rank_texts(request, fields, call)
-        if fields.texts is not None:
-            raise InvalidField("texts", f"must be left out if documents is set; was {len(fields.texts)} texts")
+        _refuse_set(fields, ("texts", "return_text"), "documents")
         call.naming = cohere.OF_DOCUMENTS
-        if fields.raw_scores:  # infinity's name of this field
-            fields = msgspec.structs.replace(fields, use_activation=False)
 
         def answer(model: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
             yield from _answer(fields.model or model.bundle.name, scored, results)
@@ -158,8 +155,6 @@ class JinaRoutes:
     async def _rank(
         self, request: Request, fields: scores.RerankBody, call: Call, answer: Any, activation: Any
     ) -> Reply:
-        if fields.top_n is not None and fields.top_n < 0:
-            raise InvalidField("top_n", f"must be at least 0; was {fields.top_n}")
         return await scores.rank(
             call,
             fields,
@@ -174,6 +169,7 @@ class JinaRoutes:
         call.naming = _OF_TEXTS
         texts = fields.texts
         pairs = scores.ranked_pairs(fields.query, "texts", texts)
+        _refuse_set(fields, ("return_documents", "rank_fields"), "texts")
         return await scores.score(
             call,
             fields,
@@ -181,11 +177,22 @@ class JinaRoutes:
             lambda _, scored: scores.ranks_as_json(scored, "score", texts if fields.return_text else None, "text"),
             self._settings,
             check=scores.check_ranks,
-            activation=lambda bundle: scores.logits_or_share(bundle, raw=fields.raw_scores is True),
-            top_k=len(pairs),
+            activation=lambda bundle: scores.logits_or_share(bundle, raw=fields.use_activation is False),
+            top_k=scores.top_k_of(fields.top_n, len(pairs)),
+            max_document_tokens=fields.max_tokens_per_doc,
             more_bytes=2 * len(request.body) if fields.return_text else 0,
-            from_left=is_left("truncation_direction", fields.truncation_direction),
         )
+
+
+def _refuse_set(fields: AnyRerankBody, names: Sequence[str], inputs: str) -> None:
+    """Refuse fields that have no meaning for the inputs of a request.
+
+    Raises:
+        InvalidField: One of these fields is set.
+    """
+    for name in names:
+        if getattr(fields, name) is not None:
+            raise InvalidField(name, f"must be left out if {inputs} is set")
 
 
 def _answer(model: str, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:

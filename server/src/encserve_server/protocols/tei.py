@@ -160,7 +160,7 @@ class PredictParameters(msgspec.Struct):
 
     Attributes:
         function_to_apply: The function that turns the logits of the model into scores: sigmoid, softmax, or none for
-            logits. If it is set, raw_scores is ignored.
+            logits. raw_scores must then be left out.
         top_k: The number of labels to return for each input. Default: all.
     """
 
@@ -175,15 +175,12 @@ class PredictBody(scores.ScoreBody):
         inputs: A text, a pair of texts, or a list of lists with 1 or 2 texts each; required.
         raw_scores: With true, the scores are the logits of the model. Otherwise the scores are from 0 to 1: sigmoid for
             one label, softmax for several labels.
-        truncation_direction: Right or left. With left, an input that is too long is refused, because this server cuts
-            only the end of a text.
         parameters: Further fields. With this object, the reply is always a list of lists, even if inputs is a single
             text or a single pair. huggingface_hub sends requests and reads replies in this form.
     """
 
     inputs: str | list[str | list[str]] | None = None
     raw_scores: bool | None = None
-    truncation_direction: str | None = None
     parameters: PredictParameters | None = None
 
 
@@ -412,6 +409,8 @@ class TeiRoutes:
         parameters = fields.parameters or PredictParameters()
         is_flat = is_one and fields.parameters is None
         function = choice("parameters.function_to_apply", parameters.function_to_apply, _ACTIVATIONS)
+        if None not in (function, fields.raw_scores):
+            raise InvalidField("raw_scores", "must be left out if parameters.function_to_apply is set")
         count = positive("parameters.top_k", parameters.top_k) or None
 
         def answer(_: ServedModel, scored: Scored) -> Iterator[bytes]:
@@ -438,7 +437,6 @@ class TeiRoutes:
             check=scores.check_labels,
             activation=activation,
             texts=texts,
-            from_left=is_left("truncation_direction", fields.truncation_direction),
         )
 
     async def tokenize(self, request: Request, call: Call) -> Reply:

@@ -19,6 +19,7 @@ from encserve_server.protocols.http_json.requests import (
     TRUNCATED_HEADER,
     ModelBody,
     cut_of,
+    is_left,
     model_of,
     positive,
     priority_of,
@@ -47,11 +48,16 @@ class ScoreBody(ModelBody):
             many tokens as the model takes.
         priority: interactive or bulk. Bulk requests are for jobs. While both wait, bulk gets one ninth of the work.
             Default: interactive. A number, as Cohere's and vLLM's clients send it, has no effect.
+        truncation_side: right or left. With left, an input that is too long is refused, because this server cuts only
+            the end of a text.
+        truncation_direction: Another name of truncation_side.
     """
 
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: str | int | None = None
+    truncation_side: str | None = None
+    truncation_direction: str | None = None
 
 
 class ActivationBody(ScoreBody):
@@ -74,7 +80,8 @@ class RerankBody(ActivationBody):
         documents: The documents; required. A document is a string, or an object whose field text is ranked.
         top_n: The number of documents to return, the best first. Default: all.
         return_documents: Whether the reply has the documents.
-        rank_fields: The fields of an object to rank, instead of text. Line breaks join the values.
+        rank_fields: The fields of an object to rank, instead of text. Line breaks join the values. Refused if all
+            documents are strings.
         max_tokens_per_doc: The maximum number of tokens of a document. The end of a longer document is cut. 0 for as
             many as the model takes.
         max_chunks_per_doc: Ignored, because a document is one chunk.
@@ -106,11 +113,15 @@ def texts_of(fields: RerankBody) -> list[str]:
     """Return the text of each document.
 
     Raises:
-        InvalidField: The documents are missing, or an object lacks its text.
+        InvalidField: The documents are missing, an object lacks its text, or rank_fields has no effect.
         EmptyInputs: The list is empty.
     """
     documents = listed("documents", fields.documents)
-    names = fields.rank_fields or [_TEXT]
+    names = [_TEXT] if fields.rank_fields is None else fields.rank_fields
+    if not names:
+        raise InvalidField("rank_fields", "must hold at least 1 name; was empty")
+    if fields.rank_fields is not None and all(isinstance(it, str) for it in documents):
+        raise InvalidField("rank_fields", "must be left out if all documents are strings")
     return [it if isinstance(it, str) else _text_of(f"documents[{i}]", it, names) for i, it in enumerate(documents)]
 
 
@@ -187,7 +198,6 @@ async def score(
     top_k: int = 0,
     max_document_tokens: int | None = None,
     more_bytes: int = 0,
-    from_left: bool = False,
 ) -> Reply:
     """Compute the scores of pairs or texts, and return the reply.
 
@@ -203,8 +213,6 @@ async def score(
         top_k: See `ScoreCall`.
         max_document_tokens: See `ScoreCall`.
         more_bytes: The maximum number of bytes of texts and names in the reply.
-        from_left: Whether the request wants too long texts truncated at their beginning. This server cannot do this, so
-            it refuses such texts.
 
     Raises:
         InvalidField: A field has a wrong value.
@@ -225,6 +233,10 @@ async def score(
         )
         raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
     truncate, max_tokens = cut_of(fields.truncate, fields.truncate_prompt_tokens, bundle, settings)
+    from_left = _wants_left(fields)
+    if from_left and max_document_tokens:
+        problem = "must be left out with truncation on the left, because this field cuts the end of documents"
+        raise InvalidField("max_tokens_per_doc", f"{problem}; was {max_document_tokens}")
     request = ScoreCall(
         pairs,
         texts,
@@ -288,9 +300,33 @@ async def rank(
         settings,
         check=check_ranks,
         activation=lambda bundle: activation(bundle, raw=fields.use_activation is False),
-        top_k=min(fields.top_n or len(texts), len(texts)),
+        top_k=top_k_of(fields.top_n, len(texts)),
         max_document_tokens=fields.max_tokens_per_doc,
         more_bytes=2 * body_bytes if with_documents else 0,
+    )
+
+
+def top_k_of(top_n: int | None, count: int) -> int:
+    """Return the number of documents in a reply. Without `top_n`, and for 0, all `count` documents.
+
+    Raises:
+        InvalidField: The number is negative.
+    """
+    if top_n is not None and top_n < 0:
+        raise InvalidField("top_n", f"must be at least 0; was {top_n}")
+    return min(top_n or count, count)
+
+
+def _wants_left(fields: ScoreBody) -> bool:
+    """Return whether a request wants too long texts truncated at their beginning.
+
+    Raises:
+        InvalidField: A side is neither left nor right, or the request has both fields.
+    """
+    if None not in (fields.truncation_side, fields.truncation_direction):
+        raise InvalidField("truncation_side", "must be left out if truncation_direction is set; both mean the same")
+    return is_left("truncation_side", fields.truncation_side) or is_left(
+        "truncation_direction", fields.truncation_direction
     )
 
 
