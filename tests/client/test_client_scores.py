@@ -52,6 +52,16 @@ async def test_scores_are_of_the_expected_bundle(caller: Caller, service: FakeEn
         await caller(client.score, [("q", "ab")], expected_fingerprint=1)
 
 
+async def test_the_tokens_of_a_call_are_reported(caller: Caller, service: FakeEncoder) -> None:
+    """The fake service counts each character of a query and a document as one token."""
+    service.max_request_sequences = 2
+    client, found = caller.connect(), list[int]()
+    await caller(client.score, [("q", text) for text in TEXTS], on_tokens=found.append)
+    assert found == [sum(1 + len(text) for text in TEXTS)]
+    with pytest.raises(InvalidInputError, match="on_tokens must be a function or None; was int"):
+        await caller(client.score, [("q", "ab")], on_tokens=1)
+
+
 async def test_texts_are_classified(caller: Caller, service: FakeEncoder) -> None:
     service.labels = ("no", "yes")
     client = caller.connect()
@@ -95,6 +105,13 @@ async def test_vectors_are_ranked(caller: Caller, service: FakeEncoder) -> None:
     tensor = service.score_requests[-1].document_vectors
     assert (tensor.kind, tensor.width, list(tensor.lengths)) == (pb.OUTPUT_KIND_SPARSE, 1, [2])
     assert np.frombuffer(tensor.indices, "<u4").tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("kind", ["dense", "late", "sparse"])
+async def test_vectors_have_no_tokens_to_cut(caller: Caller, service: FakeEncoder, kind: str) -> None:
+    with pytest.raises(InvalidInputError, match="max_document_tokens must be None for documents that are vectors"):
+        await caller(caller.connect().rank, "q", _kinds()[kind], max_document_tokens=9)
+    assert service.score_requests == []
 
 
 def _kinds() -> dict[str, Any]:

@@ -271,6 +271,11 @@ CROSS_ENCODER: list[tuple[dict[str, Any], str]] = [
     ({"query": "w5"}, "documents: must hold at least 1 sequence; was empty"),
     ({"query": "w5", "documents": ["w6"], "texts": ["w6"]}, "texts: must not be set together with documents"),
     ({"query": "w5", "texts": ["w6"]}, "query: must be empty with texts"),
+    ({"texts": ["w6"], "max_document_tokens": 3}, "max_document_tokens: must be 0 with texts"),
+    (
+        {"query": "w5", "document_vectors": pb.RaggedTensor(), "max_document_tokens": 3},
+        "max_document_tokens: must be 0 with document_vectors; it is for documents and pairs; was 3",
+    ),
     (asked([[7]] * 2049), "documents: must hold at most 2048 sequences (max_request_sequences); was 2049"),
     (asked(activation=9), "activation: must be a value of Activation, 0 to 3; was 9"),
     (asked(truncation=9), "truncation: must be a value of Truncation, 0 to 2; was 9"),

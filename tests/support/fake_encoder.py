@@ -288,6 +288,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
         """Score each document or text by its number of characters. Label n gets n times this number.
 
+        Each character of a query and a document is a token.
+
         The texts of `refused_texts` are refused. The text "crash" fails as if the server has died.
         """
         self.score_requests.append(request)
@@ -315,6 +317,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             label_count=len(self.labels),
             labels=self.labels,
             indices=[] if order is None else order.tolist(),
+            token_count=sum(map(len, texts)) + sum(len(pair.query) for pair in request.pairs),
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802

@@ -1,6 +1,6 @@
 """The client for asyncio."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from encserve_client._async_transport import AsyncTransport, Results, StreamInputs
@@ -599,8 +599,8 @@ class AsyncEncoderClient(AsyncTransport):
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
                 prompt. Default: `ModelInfo.default_prompt_name`.
             max_document_tokens: The largest number of tokens of a document. The end of a longer document is cut, also
-                with `truncate=False`. Special tokens count only for models without labels. Default: as many as the
-                model takes.
+                with `truncate=False`. Special tokens count only for models without labels. Not for vectors. Default:
+                as many as the model takes.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -630,6 +630,7 @@ class AsyncEncoderClient(AsyncTransport):
         expected_fingerprint: str | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> Array:
         """Return the score of each pair of texts, in the order of the pairs. See `rank` for the models.
 
@@ -647,6 +648,7 @@ class AsyncEncoderClient(AsyncTransport):
                 client.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
+            on_tokens: Called once after all replies, with the number of tokens that the server processed.
 
         Returns:
             (pairs,) float32. For a model with several labels (pairs, labels), in the order of `ModelInfo.labels`.
@@ -656,7 +658,9 @@ class AsyncEncoderClient(AsyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens)
         key = model_key(model, version)
-        call = self._core.score(self._wire(), pairs, key, options, expected_fingerprint, timeout_seconds, progress)
+        call = self._core.score(
+            self._wire(), pairs, key, options, expected_fingerprint, timeout_seconds, progress, on_tokens
+        )
         return await self._call(call)
 
     @overload

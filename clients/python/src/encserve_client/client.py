@@ -1,7 +1,7 @@
 # Generated from async_client.py by `make sync-client`. Change async_client.py instead.
 """The client for threads."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from encserve_client._base import (
@@ -600,8 +600,8 @@ class EncoderClient(SyncTransport):
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
                 prompt. Default: `ModelInfo.default_prompt_name`.
             max_document_tokens: The largest number of tokens of a document. The end of a longer document is cut, also
-                with `truncate=False`. Special tokens count only for models without labels. Default: as many as the
-                model takes.
+                with `truncate=False`. Special tokens count only for models without labels. Not for vectors. Default:
+                as many as the model takes.
             model: As for `embed`.
             version: As for `embed`.
             timeout_seconds: As for `embed`.
@@ -631,6 +631,7 @@ class EncoderClient(SyncTransport):
         expected_fingerprint: str | None = None,
         timeout_seconds: float | None = None,
         progress: Progress | None = None,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> Array:
         """Return the score of each pair of texts, in the order of the pairs. See `rank` for the models.
 
@@ -648,6 +649,7 @@ class EncoderClient(SyncTransport):
                 client.
             timeout_seconds: As for `embed`.
             progress: As for `embed`.
+            on_tokens: Called once after all replies, with the number of tokens that the server processed.
 
         Returns:
             (pairs,) float32. For a model with several labels (pairs, labels), in the order of `ModelInfo.labels`.
@@ -657,7 +659,9 @@ class EncoderClient(SyncTransport):
         """
         options = ScoreOptions(activation, truncate, prompt_name, max_document_tokens)
         key = model_key(model, version)
-        call = self._core.score(self._wire(), pairs, key, options, expected_fingerprint, timeout_seconds, progress)
+        call = self._core.score(
+            self._wire(), pairs, key, options, expected_fingerprint, timeout_seconds, progress, on_tokens
+        )
         return self._call(call)
 
     @overload

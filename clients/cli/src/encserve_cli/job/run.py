@@ -34,8 +34,7 @@ class JobSummary:
         first_rejected: The file, line and reason of one rejected row; "" if this run rejected no row.
         parts: The number of files in the output.
         parts_before: The number of files from earlier runs.
-        tokens: The number of tokens that this run computed, without padding. 0 for scores from a server, which are
-            counted in pairs only.
+        tokens: The number of tokens that this run computed, without padding.
         seconds: The duration of this run.
         plan: The plan of the job.
     """

@@ -187,9 +187,7 @@ class ServerEncoder(ABC):
         """See `Encoder`."""
         self._stopped = True
 
-    def close(self) -> None:
-        """See `Encoder`."""
-        self._stopped = True
+    close = stop  # the caller closes the client
 
 
 class VectorEncoder(ServerEncoder):
@@ -291,7 +289,11 @@ class ScoreEncoder(ServerEncoder):
             self._check_running()  # refused calls report no progress
             group = groups.pop()
             try:
-                scores = self._score([values[index] for index in group], progress=progress)
+                scores = self._score(
+                    [values[index] for index in group],
+                    progress=progress,
+                    on_tokens=lambda tokens: on_batch(0, tokens),
+                )
             except REFUSALS as error:
                 if error.index is None:
                     raise

@@ -395,6 +395,11 @@ class Core:
         vectors = as_vectors(documents)
         allowed = "a list of texts, or a list of vectors"
         items = check_documents(documents, "documents", allowed) if vectors is None else []
+        if vectors is not None and options.max_document_tokens is not None:
+            raise InvalidInputError(
+                f"must be None for documents that are vectors; was {options.max_document_tokens}",
+                field="max_document_tokens",
+            )
         count = len(items) if vectors is None else len(vectors.lengths)
         if not count:
             return []
@@ -419,9 +424,11 @@ class Core:
         expected_fingerprint: str | None,
         timeout_seconds: float | None,
         progress: Progress | None,
+        on_tokens: Callable[[int], None] | None,
     ) -> Array:
         """Return the scores of pairs, in order: (pairs,), or (pairs, labels) if the model has several labels."""
         check_type("expected_fingerprint", expected_fingerprint, (str, type(None)), "a str or None")
+        check_function("on_tokens", on_tokens)
         items = check_pairs(pairs)
         request = options.to_proto()
         if not items:
@@ -429,6 +436,8 @@ class Core:
         answers = await self._score(
             wire, request, "pairs", items, key, timeout_seconds, progress, expected_fingerprint=expected_fingerprint
         )
+        if on_tokens is not None:
+            on_tokens(sum(answer.token_count for _, answer in answers))
         scores = np.concatenate([answer.scores for _, answer in answers])  # (pairs, labels)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 

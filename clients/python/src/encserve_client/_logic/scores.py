@@ -46,6 +46,7 @@ class ScoreAnswer:
         scores: (n, labels) float32.
         labels: The names of the labels; empty for a model without labels.
         indices: The index in the message of each score, for answers to a request with `top_k`.
+        token_count: The number of tokens that the server processed.
     """
 
     fingerprint: str
@@ -53,6 +54,7 @@ class ScoreAnswer:
     scores: Array
     labels: tuple[str, ...]
     indices: tuple[int, ...]
+    token_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,4 +286,11 @@ def decode_scores(request: pb.ScoreRequest, response: pb.ScoreResponse, n_inputs
     if request.top_k and (len(response.indices) != count or not all(it < n_inputs for it in response.indices)):
         raise ProtocolError(f"the answer must have {count} indices below {n_inputs}; had {len(response.indices)}")
     scores = np.frombuffer(response.scores, "<f4").reshape(count, labels)
-    return ScoreAnswer(response.fingerprint, response.space_id, scores, tuple(response.labels), tuple(response.indices))
+    return ScoreAnswer(
+        response.fingerprint,
+        response.space_id,
+        scores,
+        tuple(response.labels),
+        tuple(response.indices),
+        response.token_count,
+    )

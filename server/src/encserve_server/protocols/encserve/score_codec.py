@@ -28,7 +28,7 @@ def inputs_of(request: pb.ScoreRequest) -> str:
     """Return the field that has the inputs of a request; "documents" if a request has no inputs.
 
     Raises:
-        InvalidField: Two fields have inputs, or a query comes with pairs or texts.
+        InvalidField: Two fields have inputs, or another field does not go with the inputs.
     """
     given = [name for name in _INPUTS if _has(request, name)]
     if len(given) > 1:
@@ -36,6 +36,9 @@ def inputs_of(request: pb.ScoreRequest) -> str:
     inputs = given[0] if given else "documents"
     if request.query and inputs in ("pairs", "texts"):
         raise InvalidField("query", f"must be empty with {inputs}; it is for documents and document_vectors")
+    if request.max_document_tokens and inputs in ("document_vectors", "texts"):
+        problem = f"must be 0 with {inputs}; it is for documents and pairs; was {request.max_document_tokens}"
+        raise InvalidField("max_document_tokens", problem)
     return inputs
 
 
