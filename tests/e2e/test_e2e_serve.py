@@ -19,6 +19,7 @@ from checkpoints import DATA, minilm_directory
 from fake_hub import Hub, hub_variables, open_hub
 from fake_server import write_tokenizer
 from serve_command import COMMAND, clean_environment, encserve_serve, without_packages
+from tiny_bundle import write_bundle
 from waiting import until
 
 TEXT = "one text"
@@ -274,3 +275,34 @@ async def test_pull_prepares_a_machine_without_network(machine: Machine, tmp_pat
             assert it.out[0] == "Serving small"
             assert it.health()[0] == 200
     assert not (machine.bundles).exists()
+
+
+async def test_a_start_removes_the_temporary_folders_of_killed_servers(tmp_path: Path) -> None:
+    """The folder of a running server, and folders of other programs, stay."""
+    temporary = tmp_path / "temporary"
+    (temporary / "encserve-other").mkdir(parents=True)
+    (temporary / "encserve-serve-file").touch()
+    variables = {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    models = [write_bundle(tmp_path / name, name).parent for name in ("one", "two")]
+
+    def folders() -> list[Path]:
+        return [it for it in temporary.glob("encserve-serve-*") if it.is_dir()]
+
+    for _ in range(3):
+        with encserve_serve(*models, variables=variables, cwd=tmp_path) as it:
+            await it.serving()
+            (folder,) = folders()
+            it.stop(signal.SIGKILL)
+            assert folders() == [folder]
+    with encserve_serve(*models, variables=variables, cwd=tmp_path) as one:
+        await one.serving()
+        (first,) = folders()
+        assert first != folder
+        with encserve_serve(*models, variables=variables, cwd=tmp_path) as two:
+            await two.serving()
+            assert len(folders()) == 2
+            assert first.is_dir()
+            assert two.stop() == 0
+        assert folders() == [first]
+        assert one.stop() == 0
+    assert sorted(it.name for it in temporary.iterdir()) == ["encserve-other", "encserve-serve-file"]

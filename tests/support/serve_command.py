@@ -149,7 +149,7 @@ def encserve_serve(
     limit: Callable[[], None] | None = None,
     command: tuple[str, ...] = COMMAND,
 ) -> Iterator[Serve]:
-    """Run the command. At the end of the block, kill the process if it still runs.
+    """Run the command. At the end of the block, end the process if it still runs.
 
     `limit` runs in the process before the command, to set its limits. `command` is the program `encserve`.
     """
@@ -158,5 +158,8 @@ def encserve_serve(
         yield serve
     finally:
         if serve.process.poll() is None:
+            serve.process.terminate()  # a killed process would leave its temporary folder
+        try:
+            serve.wait()
+        finally:
             serve.process.kill()
-        serve.wait()

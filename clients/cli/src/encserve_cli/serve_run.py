@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from encserve.extras import needs
 from encserve_cli.bundles.argument import BundleFolder, Checkpoint, HubModel, Model, read_model, split_name
 from encserve_cli.bundles.exporting import ExportOptions
 from encserve_cli.bundles.finding import prepare
+from encserve_cli.bundles.links import links_folder
 from encserve_cli.bundles.work import ShownWork, Stopped
 from encserve_cli.interrupts import Interrupts
 from encserve_cli.shared import errors_in_one_line, one_line
@@ -77,11 +76,11 @@ def run_server(
         models = [_Served(*_read(argument)) for argument in given]
     _check_names(models)
     repository = _common_repository(models)
-    links = None
-    if models and repository is None:
-        with errors_in_one_line():
-            links = repository = Path(tempfile.mkdtemp(prefix="encserve-serve-"))
-    try:
+    with contextlib.ExitStack() as stack:
+        links = None
+        if models and repository is None:
+            with errors_in_one_line():
+                links = repository = stack.enter_context(links_folder())
         if models:
             aliases = [f"{it.alias}={it.reference}" for it in models if it.alias]
             values = dict(values) | {
@@ -93,9 +92,6 @@ def run_server(
         _check_engine(settings)
         make = None if links is None else partial(_prepare, models, options, links)
         status = run(settings, partial(serve, prepare=make, on_serving=_greet))
-    finally:
-        if links is not None:
-            shutil.rmtree(links, ignore_errors=True)
     exit_process(status)
 
 
