@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import certificates
+import grpc
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from certificates import Certificates
 from click.testing import CliRunner, Result
+from command import encserve, inputs
+from fake_encoder import FakeEncoder, Refused
 from fake_server import FakeServer, start_fake_server
 from ports import free_port
 
@@ -341,3 +346,58 @@ async def test_a_call_in_python(line: str, error: str, start: Callable[[str], Aw
     library = Path(encserve_client.__file__).parent
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert sum(Path(frame.filename).is_relative_to(library) for frame in frames) <= 6
+
+
+# Advice about options
+
+# For each command that reads texts: its arguments. TEXT is the place of a text, and FILE of a file.
+READERS = {
+    "embed": ["TEXT"],
+    "encode": ["TEXT"],
+    "inspect": ["TEXT"],
+    "rank": ["query", "TEXT"],
+    "score": ["FILE", "--output", "OUTPUT/"],
+    "similarity": ["TEXT", "TEXT"],
+    "tokenize": ["TEXT"],
+}
+
+
+def test_the_commands_that_read_texts() -> None:
+    found = {name for name, it in cli.commands.items() if any("--input" in option.opts for option in it.params)}
+    assert found == READERS.keys()
+
+
+def too_long(_: object) -> Any:
+    raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: is too long", "SEQUENCE_TOO_LONG")
+
+
+@pytest.mark.parametrize("name", [it for it in READERS if it != "tokenize"])  # tokenize accepts every length
+async def test_a_command_advises_truncate_only_if_it_has_this_option(
+    service: FakeEncoder, tmp_path: Path, name: str
+) -> None:
+    service.refused_texts = ("a", LONG * 2)  # a job of scores first sends the text "a"
+    service.inspect = too_long
+    (tmp_path / "pairs.csv").write_text("query,document\na,b\n")
+    replaced = {"TEXT": [LONG * 2], "FILE": inputs(tmp_path / "pairs.csv"), "OUTPUT/": [f"{tmp_path / 'scores'}/"]}
+    arguments = [it for argument in READERS[name] for it in replaced.get(argument, [argument])]
+    result = await encserve(service, name, *arguments, status=1)
+    has_option = any("--truncate" in it.opts for it in cli.commands[name].params)
+    assert ("(--truncate)" in result.stderr) == has_option, result.stderr
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", READERS)
+async def test_a_command_advises_ids_only_if_it_has_this_option(
+    service: FakeEncoder, tmp_path: Path, name: str, suffix: str
+) -> None:
+    file = tmp_path / f"ids{suffix}"
+    if suffix == ".jsonl":
+        file.write_text('{"text": [1, 2], "query": [1], "document": [2]}\n')
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({it: [[1, 2]] for it in ("text", "query", "document")}), file)
+    query = ["query"] if name == "rank" else []
+    output = ["--output", f"{tmp_path / 'scores'}/"] if name == "score" else []
+    status = 3 if (name, suffix) == ("score", ".jsonl") else 1
+    result = await encserve(service, name, *query, *inputs(file), *output, status=status)
+    has_option = any("--ids" in it.opts for it in cli.commands[name].params)
+    assert ("give --ids" in result.output) == has_option, result.output

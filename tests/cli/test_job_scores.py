@@ -79,6 +79,24 @@ async def test_the_scores_of_two_columns(service: FakeEncoder, folder: Path, com
     )  # fmt: skip
 
 
+async def test_the_tokens_of_pairs_are_counted(service: FakeEncoder, command: list[str]) -> None:
+    """The fake service counts each character as a token."""
+    lines = (await encserve(service, *command, "--json")).stdout.splitlines()
+    done = json.loads(lines[-1])
+    assert (done["event"], done["tokens"]) == ("done", sum(1 + len(it) for it in DOCUMENTS))
+
+
+async def test_names_of_columns_have_commas(service: FakeEncoder, tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "pairs.parquet"
+    names = ("q, a", 'the "d"', "id,1", "id")
+    pyarrow.parquet.write_table(pyarrow.table([["q"] * 2, ["ab", "c"], [5, 6], [7, 8]], names=names), source)
+    columns = ["--columns", '"q, a", the "d"', "--keep", 'id,"id,1:string"']
+    await encserve(service, "score", *inputs(source), *columns, "--output", f"{folder}/")
+    found = table_of(folder).to_pydict()
+    assert (found["query"], found["document"], found["score"]) == (["q", "q"], ["ab", "c"], [2.0, 1.0])
+    assert (found["id"], found["id,1"]) == ([7, 8], ["5", "6"])
+
+
 async def test_a_second_run_makes_missing_parts_only(
     service: FakeEncoder, folder: Path, command: list[str], source: Path
 ) -> None:
@@ -187,6 +205,8 @@ async def test_scores_of_another_bundle_end_the_job(service: FakeEncoder, comman
 MISTAKES = [
     (["--columns", "q"], 2, "--columns must be the names of two columns, as query,document; was q"),
     (["--columns", "q,q"], 2, "--columns must be the names of two columns, as query,document; was q,q"),
+    (["--columns", '"q,d'], 2, "--columns has a name with a wrong double quote"),
+    (["--keep", '"id'], 2, "--keep has a name with a wrong double quote"),
     (["--columns", "q,x"], 1, "has no column 'x'; the columns are 'q', 'id', 'd': choose two with --columns"),
     (["--columns", "id,d"], 1, "column 'id' must be of text; its type is int64"),
     (

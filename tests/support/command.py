@@ -1,7 +1,8 @@
 """Runs the command `encserve` in the test's process."""
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from click.testing import CliRunner, Result
 from fake_encoder import FakeEncoder
@@ -28,4 +29,16 @@ async def encserve(
     call = ["--target", service.target, *map(str, arguments)]
     result = await asyncio.to_thread(CliRunner().invoke, cli, call, input=stdin, env=env)
     assert result.exit_code == status, result.output
+    check_advice(call, result.stderr)
     return result
+
+
+def check_advice(arguments: Sequence[str], problem: str) -> None:
+    """Check that a command has every option that its error output names.
+
+    The output may name options of another command in backticks, and options that the caller has given.
+    """
+    command = next((cli.commands[it] for it in arguments if it in cli.commands), cli)
+    known = {name for it in (*command.params, *cli.params) for name in it.opts} | {"--help", *arguments}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", re.sub(r"`[^`]*`", "", problem)))
+    assert named <= known, f"the command {command.name} lacks {named - known}: {problem}"

@@ -32,8 +32,9 @@ _FOLDER: _Options = {
     "--keep": {
         "multiple": True,
         "metavar": "NAME[:TYPE][,...]",
-        "help": "Copy these columns of the inputs into the output; may be repeated. TYPE is string, int64, double or "
-        "bool. Default: the type in Parquet, string in .csv, and the type of the first values in .jsonl.",
+        "help": "Copy these columns of the inputs into the output; may be repeated. Put a name with a comma into "
+        "double quotes. TYPE is string, int64, double or bool. Default: the type in Parquet, string in .csv, and the "
+        "type of the first values in .jsonl.",
     },
     "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
     "--add-inputs": {"is_flag": True, "help": "Add the files of --input that the job does not have yet."},

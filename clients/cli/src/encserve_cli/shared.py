@@ -122,9 +122,16 @@ def one_line(error: Exception) -> str:
     elif isinstance(error, EncserveError) and (option := _OPTIONS.get(error.field.partition("[")[0])):
         text = f"{option}{text.removeprefix(error.field)}"
     # The error of an input from a file has the client's error as its cause.
-    if "SEQUENCE_TOO_LONG" in (getattr(it, "reason", "") for it in (error, error.__cause__)):
+    reasons = [getattr(it, "reason", "") for it in (error, error.__cause__)]
+    if "SEQUENCE_TOO_LONG" in reasons and not lacks_option("--truncate"):
         text = f"{text} (--truncate)"
     return " ".join(text.split())
+
+
+def lacks_option(name: str) -> bool:
+    """Return whether a command runs in this thread, and the command has no option with this name."""
+    context = click.get_current_context(silent=True)
+    return context is not None and all(name not in it.opts for it in context.command.params)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Options for inputs and outputs. The slow imports are in other modules, so that the help is fast."""
 
+import csv
 import functools
 import glob
 import itertools
@@ -144,7 +145,7 @@ def reads_pairs(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapper(*args: Any, files: tuple[str, ...], columns: str, **others: Any) -> Any:
-        names = tuple(it.strip() for it in columns.split(","))
+        names = column_names("--columns", columns)
         if len(names) != len(PAIR_COLUMNS) or not all(names) or len(set(names)) < len(names):
             raise click.UsageError(f"--columns must be the names of two columns, as query,document; was {columns}")
         found = tuple(name for pattern in files for name in _files_of(pattern))
@@ -162,9 +163,22 @@ def reads_pairs(command: Command) -> Command:
             metavar="QUERY,DOCUMENT",
             default=",".join(PAIR_COLUMNS),
             show_default=True,
-            help="The columns of the queries and of the documents.",
+            help="The columns of the queries and of the documents. Put a name with a comma into double quotes: "
+            "'\"a, b\",document'.",
         ),
     )
+
+
+def column_names(option: str, given: str) -> tuple[str, ...]:
+    """Return the names in the value of an option: names with commas between them, in the form of a line of .csv.
+
+    Raises:
+        UsageError: A double quote is missing.
+    """
+    try:
+        return tuple(name.strip() for line in csv.reader([given], skipinitialspace=True, strict=True) for name in line)
+    except csv.Error as error:
+        raise click.UsageError(f"{option} has a name with a wrong double quote ({error}); was {given}") from error
 
 
 def reads_inputs(command: Command) -> Command:

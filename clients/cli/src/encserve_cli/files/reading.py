@@ -11,6 +11,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import click
 
+from encserve_cli.shared import lacks_option
+
 STDIN = "-"
 DEFAULT_COLUMN = "text"
 PAIR_COLUMNS = ("query", "document")  # the columns of pairs in an output, and in inputs by default
@@ -261,12 +263,17 @@ def count_inputs(texts: Sequence[str], files: Sequence[str]) -> int | None:
 def as_text(value: object) -> str:
     """Return the text. Raise ValueError for any other value."""
     if not isinstance(value, str):
-        raise ValueError(f"must be text; was {_shown(value)}; for token ids, give --ids")
+        raise ValueError(f"must be text; was {_shown(value)}{ids_hint()}")
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"must be UTF-8; character {error.start + 1:,} is not") from None
     return value
+
+
+def ids_hint() -> str:
+    """Return the end of an error about a value that may be token ids."""
+    return "" if lacks_option("--ids") else "; for token ids, give --ids"
 
 
 def as_ids(value: object) -> list[int]:

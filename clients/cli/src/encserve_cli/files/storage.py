@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs as arrow_fs
 from pyarrow import parquet
 
-from encserve_cli.files.reading import STDIN, DataFile, InputKind, column_of, is_uri
+from encserve_cli.files.reading import STDIN, DataFile, InputKind, column_of, ids_hint, is_uri
 
 # The reader has at most this much of each column chunk in memory, for row groups of any size.
 _PARQUET_BUFFER_BYTES = 4 * 1024 * 1024
@@ -200,7 +200,7 @@ def parquet_column(file: DataFile, schema: Any, column: str | None, kind: InputK
         "pairs": is_text(its),
     }
     if not holds[kind]:
-        hint = "; for token ids, give --ids" if kind == "text" and holds["ids"] else ""
+        hint = ids_hint() if kind == "text" and holds["ids"] else ""
         raise ValueError(f"{file.name}: column {name!r} must be of {_WANTED[kind]}; its type is {its}{hint}")
     return name
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from encserve_cli.files.command import Printing, Sources
+from encserve_cli.files.command import Printing, Sources, column_names
 from encserve_cli.files.reading import InputKind, ReadOptions
 from encserve_cli.files.rows import MIB
 from encserve_cli.interrupts import Interrupts
@@ -139,7 +139,7 @@ def _open(backend: Backend, given: Mapping[str, Any], options: Mapping[str, Any]
 
 
 def _columns(given: Sequence[str]) -> tuple[str, ...]:
-    names = (name.strip() for its in given for name in its.split(","))
+    names = (name for its in given for name in column_names("--keep", its))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
