@@ -97,6 +97,12 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
             "kind: model tiny was not trained for single vectors; it has the kinds 'sparse'. Give one of "
             "these kinds, or a pooling such as 'mean'",
         ),
+        (
+            {"labels": ["good", "bad"]},
+            {},
+            "kind: model tiny was not trained for single vectors; it computes scores: use rank or score. Or give a "
+            "pooling such as 'mean'",
+        ),
         ({}, {"prompt_name": "x"}, "prompt_name 'x': model tiny has the prompts 'p', 'q'"),
         ({}, {"task": "query"}, "task 'query': model tiny has no tasks"),
         ({}, {"dimensions": 9}, "dimensions must be at most 8, the width of model tiny; was 9"),

@@ -224,6 +224,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [  # a path and the inputs of a reque
     ("/classify", {"input": [*DOCUMENTS, LONG]}),
     ("/predict", {"inputs": [[it] for it in (*DOCUMENTS, LONG)]}),
 ]
+TEI = {"/rerank", "/predict"}  # these routes answer 422 for a wrong field
 INPUTS = {"query", "texts", "documents", "text_1", "text_2", "queries", "input", "inputs"}
 # For each field, a value that differs from the default on every route.
 VALUES = {
@@ -263,6 +264,8 @@ async def test_every_field_has_an_effect_or_is_refused(serve: Serve, path: str, 
     fields = (await fields_of(server))[path]
     plain = await post(server, path, inputs)
     assert plain.status_code == 200, plain.text
+    logits = await ask(server, path, {**inputs, "raw_scores": True})
+    assert without_ids(logits) == without_ids(await ask(server, path, {**inputs, "use_activation": False}))
     for name in fields.keys() - INPUTS - IGNORED:
         other = path == "/v2/rerank"  # for return_documents, whose default differs between the routes
         response = await post(server, path, {**inputs, name: VALUES.get(name, other)})
@@ -468,22 +471,31 @@ REFUSED: list[tuple[str, Any, int, str]] = [  # a path, a body, the status, and 
     ("/rerank", {**TEXTS, "top_n": -1}, 422, "top_n: must be at least 0; was -1"),
     ("/rerank", {**TEXTS, "max_tokens_per_doc": -1}, 422, "max_tokens_per_doc: must be at least 1; was -1"),
     (
-        "/rerank",
-        {**TEXTS, "raw_scores": True, "use_activation": True},
-        422,
-        "raw_scores: must be left out if use_activation is set",
-    ),
-    (
-        "/rerank",
-        {**ASKED, "raw_scores": False, "use_activation": True},
-        422,
-        "raw_scores: must be left out if use_activation is set",
-    ),
-    (
         "/predict",
         {"inputs": "a", "raw_scores": True, "parameters": {"function_to_apply": "none"}},
         422,
         "raw_scores: must be left out if parameters.function_to_apply is set",
+    ),
+    (
+        "/predict",
+        {"inputs": "a", "use_activation": True, "parameters": {"function_to_apply": "none"}},
+        422,
+        "use_activation: must be left out if parameters.function_to_apply is set",
+    ),
+    (
+        "/predict",
+        {"inputs": "a", "parameters": {"function_to_apply": "softmax"}},
+        422,
+        "parameters.function_to_apply: must not be softmax, because all scores of model tiny, with 1 label",
+    ),
+    *(
+        (
+            path,
+            {**body, "raw_scores": True, "use_activation": False},
+            422 if path in TEI else 400,
+            "raw_scores: must be",
+        )
+        for path, body in BODIES
     ),
     (
         "/score",

@@ -280,6 +280,7 @@ CROSS_ENCODER: list[tuple[dict[str, Any], str]] = [
     (asked(activation=9), "activation: must be a value of Activation, 0 to 3; was 9"),
     (asked(truncation=9), "truncation: must be a value of Truncation, 0 to 2; was 9"),
     (asked(prompt_name="none"), "prompt_name: model tiny has no prompt 'none'; it has none"),
+    (asked(activation=pb.ACTIVATION_SOFTMAX), "activation: must not be softmax, because all scores of model"),
     (
         {
             "query": "w5",

@@ -208,7 +208,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             ready=True,
             prompts={"p": "passage: ", "q": "query: "},
         )
-        if self.model_info.sparse_width or self.model_info.multi_vector_width:
+        if self.model_info.sparse_width or self.model_info.multi_vector_width or self.model_info.labels:
             info.ClearField("pooling")
         info.MergeFrom(self.model_info)
         return info

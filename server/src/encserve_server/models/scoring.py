@@ -265,6 +265,17 @@ def plan_score(bundle: Bundle, call: ScoreCall) -> ScorePlan:
     )
 
 
+def check_activation(bundle: Bundle, activation: Activation | None) -> None:
+    """Refuse softmax for a model with one label.
+
+    Raises:
+        InvalidField: All scores would be 1.
+    """
+    if activation is Activation.SOFTMAX and bundle.scores is not None and len(bundle.scores.labels) == 1:
+        problem = f"must not be softmax, because all scores of model {bundle.name}, with 1 label, would be 1"
+        raise InvalidField(FieldPath(RequestField.ACTIVATION), f"{problem}; choose sigmoid or none")
+
+
 def activate(logits: Numbers, activation: Activation) -> Numbers:
     """Turn (n, labels) float32 logits into scores."""
     if activation is Activation.NONE:
@@ -293,6 +304,7 @@ def _check(bundle: Bundle, call: ScoreCall, method: ScoreMethod) -> None:
         if call.top_k and len(bundle.scores.labels) > 1:
             problem = f"must be 0, because model {name} has {len(bundle.scores.labels)} labels; was {call.top_k}"
             raise InvalidField(FieldPath(RequestField.TOP_K), problem)
+        check_activation(bundle, call.activation)
         return
     if call.texts:
         problem = f"model {name} is not a classifier; send a query and documents, or pairs"

@@ -11,6 +11,7 @@ from encserve_server.errors import FieldPath, InvalidField, RequestField
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.pairs import SentPair, SentQuery
 from encserve_server.models.reply_size import ReplyShape
+from encserve_server.models.scoring import check_activation
 from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import OutputSpec
 from encserve_server.types.bundles import Bundle
@@ -115,13 +116,15 @@ def to_activation(options: EmbedOptions, bundle: Bundle) -> Activation:
     """Return the function that turns the logits of a model into scores.
 
     Raises:
-        InvalidField: The option has an invalid value.
+        InvalidField: The option has an invalid value, or is softmax for a model with one label.
     """
     name = options.get("activation", "none")
     _check_choice("activation", name, ["model", *(it.name.lower() for it in Activation)])
     if name == "model":
         return Activation.NONE if bundle.scores is None else bundle.scores.activation
-    return Activation[name.upper()]
+    activation = Activation[name.upper()]
+    check_activation(bundle, activation)
+    return activation
 
 
 def to_sent(at: int, value: Input, bundle: Bundle) -> SentInput:

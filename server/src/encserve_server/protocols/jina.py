@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
-import msgspec
 import orjson
 
 from encserve_server.calls import Call
@@ -30,15 +29,14 @@ _EXAMPLE = {"query": "a pet", "documents": ["a cat", "a car"], "top_n": 1}
 class AnyRerankBody(scores.RerankBody):
     """The fields of /rerank. A request has documents, or texts as text-embeddings-inference's clients send them.
 
+    By default, the scores of texts are from 0 to 1, and the scores of documents are the model's own.
+
     Attributes:
         texts: The texts to rank, instead of documents. The reply is then a list.
-        raw_scores: Whether the scores are the logits of the model. Otherwise the scores of texts are from 0 to 1, and
-            the scores of documents are the model's own. use_activation must then be left out.
         return_text: Whether the reply has the texts. Only with texts.
     """
 
     texts: list[str] | None = None
-    raw_scores: bool | None = None
     return_text: bool | None = None
 
 
@@ -127,10 +125,6 @@ class JinaRoutes:
     async def rerank(self, request: Request, call: Call) -> Reply:
         """Return the documents with the largest scores for a query, as vLLM or text-embeddings-inference does."""
         fields = await self._any.decode(request.body, call.hold)
-        if fields.raw_scores is not None:
-            if fields.use_activation is not None:
-                raise InvalidField("raw_scores", "must be left out if use_activation is set")
-            fields = msgspec.structs.replace(fields, use_activation=not fields.raw_scores)
         if fields.documents is None:
             return await self._rank_texts(request, fields, call)
         _refuse_set(fields, ("texts", "return_text"), "documents")
@@ -170,6 +164,7 @@ class JinaRoutes:
         texts = fields.texts
         pairs = scores.ranked_pairs(fields.query, "texts", texts)
         _refuse_set(fields, ("return_documents", "rank_fields"), "texts")
+        raw = scores.wants_logits(fields)
         return await scores.score(
             call,
             fields,
@@ -177,7 +172,7 @@ class JinaRoutes:
             lambda _, scored: scores.ranks_as_json(scored, "score", texts if fields.return_text else None, "text"),
             self._settings,
             check=scores.check_ranks,
-            activation=lambda bundle: scores.logits_or_share(bundle, raw=fields.use_activation is False),
+            activation=lambda bundle: scores.logits_or_share(bundle, raw=raw),
             top_k=scores.top_k_of(fields.top_n, len(pairs)),
             max_document_tokens=fields.max_tokens_per_doc,
             more_bytes=2 * len(request.body) if fields.return_text else 0,

@@ -160,7 +160,7 @@ class PredictParameters(msgspec.Struct):
 
     Attributes:
         function_to_apply: The function that turns the logits of the model into scores: sigmoid, softmax, or none for
-            logits. raw_scores must then be left out.
+            logits. raw_scores and use_activation must then be left out.
         top_k: The number of labels to return for each input. Default: all.
     """
 
@@ -168,19 +168,16 @@ class PredictParameters(msgspec.Struct):
     top_k: int | None = None
 
 
-class PredictBody(scores.ScoreBody):
-    """The fields of /predict.
+class PredictBody(scores.ActivationBody):
+    """The fields of /predict. By default, scores are from 0 to 1: sigmoid for one label, softmax for several labels.
 
     Attributes:
         inputs: A text, a pair of texts, or a list of lists with 1 or 2 texts each; required.
-        raw_scores: With true, the scores are the logits of the model. Otherwise the scores are from 0 to 1: sigmoid for
-            one label, softmax for several labels.
         parameters: Further fields. With this object, the reply is always a list of lists, even if inputs is a single
             text or a single pair. huggingface_hub sends requests and reads replies in this form.
     """
 
     inputs: str | list[str | list[str]] | None = None
-    raw_scores: bool | None = None
     parameters: PredictParameters | None = None
 
 
@@ -409,8 +406,10 @@ class TeiRoutes:
         parameters = fields.parameters or PredictParameters()
         is_flat = is_one and fields.parameters is None
         function = choice("parameters.function_to_apply", parameters.function_to_apply, _ACTIVATIONS)
-        if None not in (function, fields.raw_scores):
-            raise InvalidField("raw_scores", "must be left out if parameters.function_to_apply is set")
+        for name in ("raw_scores", "use_activation"):
+            if function is not None and getattr(fields, name) is not None:
+                raise InvalidField(name, "must be left out if parameters.function_to_apply is set")
+        raw = scores.wants_logits(fields)
         count = positive("parameters.top_k", parameters.top_k) or None
 
         def answer(_: ServedModel, scored: Scored) -> Iterator[bytes]:
@@ -426,7 +425,7 @@ class TeiRoutes:
         def activation(bundle: Bundle) -> Activation | None:
             if function is not None:
                 return _ACTIVATIONS[function]
-            return scores.logits_or_share(bundle, raw=fields.raw_scores is True)
+            return scores.logits_or_share(bundle, raw=raw)
 
         return await scores.score(
             call,
@@ -525,8 +524,9 @@ def _sentence(at: int | None) -> str:
     return f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
 
 
-_NAMING = http_naming(_INPUTS)
-_OF_PAIRS = http_naming(_INPUTS, {RequestField.QUERY: _INPUTS + "{at:[#]}"})
+_ACTIVATION = {RequestField.ACTIVATION: "parameters.function_to_apply"}
+_NAMING = http_naming(_INPUTS, _ACTIVATION)
+_OF_PAIRS = http_naming(_INPUTS, _ACTIVATION | {RequestField.QUERY: _INPUTS + "{at:[#]}"})
 _OF_SENTENCES = Naming({**_NAMING.fields, RequestField.INPUT: _sentence, RequestField.TEXT: _sentence})
 DIALECT = Dialect(_NAMING, _refuse, TeiError, _status_of)
 

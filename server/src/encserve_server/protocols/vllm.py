@@ -229,6 +229,7 @@ class VllmRoutes:
         """Return the score of each pair of texts, in the order of the pairs."""
         fields = await self._score.decode(request.body, call.hold)
         pairs, call.naming = _pairs_of(fields)
+        raw = scores.wants_logits(fields)
 
         def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
             yield _head("score", fields.model or model.bundle.name)
@@ -243,14 +244,14 @@ class VllmRoutes:
             answer,
             self._settings,
             check=scores.check_ranks,
-            activation=lambda bundle: scores.logits_or_own(bundle, raw=fields.use_activation is False),
+            activation=lambda bundle: scores.logits_or_own(bundle, raw=raw),
             max_document_tokens=fields.max_tokens_per_doc,
         )
 
     async def classify(self, request: Request, call: Call) -> Reply:
         """Return the score of each label for each text."""
         fields = await self._classify.decode(request.body, call.hold)
-        texts = scores.listed("input", fields.input)
+        texts, raw = scores.listed("input", fields.input), scores.wants_logits(fields)
 
         def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
             yield _head("classify", fields.model or model.bundle.name)
@@ -268,7 +269,7 @@ class VllmRoutes:
             answer,
             self._settings,
             check=scores.check_labels,
-            activation=lambda bundle: scores.logits_or_own(bundle, raw=fields.use_activation is False),
+            activation=lambda bundle: scores.logits_or_own(bundle, raw=raw),
             texts=texts,
         )
 

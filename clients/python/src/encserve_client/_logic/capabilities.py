@@ -66,11 +66,7 @@ def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
     model = f"model {info.name}"
     for output in options.outputs:
         if output.kind == "model" and info.pooling is None:
-            yield (
-                "kind",
-                f": {model} was not trained for single vectors; it has {_listed(info.kinds, 'kinds')}. Give "
-                "one of these kinds, or a pooling such as 'mean'",
-            )
+            yield "kind", f": {model} was not trained for single vectors; {_advice(info)}"
         if output.kind in ("multi_vector", "sparse") and output.kind not in info.kinds:
             yield "kind", f" {output.kind!r}: {model} has {_listed(info.kinds, 'kinds')}"
     if options.task is not None and options.task not in info.tasks:
@@ -78,6 +74,15 @@ def _problems(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:
     if options.prompt_name and options.prompt_name not in info.prompts:
         yield "prompt_name", f" {options.prompt_name!r}: {model} has {_listed(info.prompts, 'prompts')}"
     yield from _problems_of_numbers(info, options)
+
+
+def _advice(info: ModelInfo) -> str:
+    """Return the next step for callers who want single vectors from a model without them."""
+    if info.kinds:
+        kinds = _listed(info.kinds, "kinds")
+        return f"it has {kinds}. Give one of these kinds, or a pooling such as 'mean'"
+    scores = "it computes scores: use rank or score. Or " if info.labels else ""
+    return f"{scores}give a pooling such as 'mean'"
 
 
 def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[str, str]]:

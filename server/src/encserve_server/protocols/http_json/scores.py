@@ -61,14 +61,17 @@ class ScoreBody(ModelBody):
 
 
 class ActivationBody(ScoreBody):
-    """The fields of vLLM's routes with scores.
+    """The fields of all routes with scores, and the choice between logits and scores.
 
     Attributes:
         use_activation: With false, the scores are the logits of the model.
+        raw_scores: The opposite of use_activation, under the name of text-embeddings-inference and infinity. A request
+            has only one of both fields.
         user: Ignored.
     """
 
     use_activation: bool | None = None
+    raw_scores: bool | None = None
     user: str | None = None
 
 
@@ -171,6 +174,17 @@ def check_labels(bundle: Bundle) -> None:
     """
     if bundle.scores is None:
         raise kinds.lacks(bundle, kinds.SCORES)
+
+
+def wants_logits(fields: ActivationBody) -> bool:
+    """Return whether a request wants the logits of the model as scores.
+
+    Raises:
+        InvalidField: The request has both fields for this choice.
+    """
+    if None not in (fields.raw_scores, fields.use_activation):
+        raise InvalidField("raw_scores", "must be left out if use_activation is set")
+    return fields.raw_scores is True or fields.use_activation is False
 
 
 def logits_or_own(bundle: Bundle, *, raw: bool) -> Activation | None:
@@ -286,7 +300,7 @@ async def rank(
         InvalidField: A field has a wrong value.
         EncserveError: See `score`.
     """
-    texts = texts_of(fields)
+    texts, raw = texts_of(fields), wants_logits(fields)
     documents = documents_in_reply(fields.documents) if with_documents else None
 
     def answer(model: ServedModel, scored: Scored) -> Iterator[bytes]:
@@ -299,7 +313,7 @@ async def rank(
         answer,
         settings,
         check=check_ranks,
-        activation=lambda bundle: activation(bundle, raw=fields.use_activation is False),
+        activation=lambda bundle: activation(bundle, raw=raw),
         top_k=top_k_of(fields.top_n, len(texts)),
         max_document_tokens=fields.max_tokens_per_doc,
         more_bytes=2 * body_bytes if with_documents else 0,
