@@ -577,6 +577,18 @@ async def test_wrong_requests_name_the_field(serve: Serve) -> None:
     assert form["detail"] == form["message"]
 
 
+async def test_errors_show_only_the_start_of_a_large_number(serve: Serve) -> None:
+    server = await serve(FILES, HTTP, scores=scores())
+    for path, body in BODIES:
+        fields = (await fields_of(server))[path]
+        for name in {"top_n", "max_tokens_per_doc", "truncate_prompt_tokens"} & fields.keys():
+            for more in ({}, {"truncate": False}, {"truncation_side": "left"}):
+                for sign in (1, -1):
+                    response = await post(server, path, {**body, name: sign * 10**4000, **more})
+                    if response.status_code != 200:
+                        assert len(response.text) < 600, (path, name, more)
+
+
 async def test_a_model_without_labels_is_named_with_its_routes(serve: Serve) -> None:
     server = await serve({}, HTTP)
     for path, body in (("/classify", {"input": "a"}), ("/predict", {"inputs": "a"})):

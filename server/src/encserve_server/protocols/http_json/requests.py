@@ -163,8 +163,13 @@ def positive(field: str, value: int | None) -> int:
         InvalidField: The number is less than 1.
     """
     if value is not None and value < 1:
-        raise InvalidField(field, f"must be at least 1; was {f'{value}'[:_MAX_SHOWN]}")
+        raise InvalidField(field, f"must be at least 1; was {first_digits(value)}")
     return value or 0
+
+
+def first_digits(value: int) -> str:
+    """Return the first digits of a number of a request, for an error message. A request may have 4,300 digits."""
+    return f"{value}"[:_MAX_SHOWN]
 
 
 def model_of(body: ModelBody) -> tuple[str, str]:
@@ -213,15 +218,16 @@ def cut_of(truncate: bool | None, asked: int | None, bundle: Bundle, settings: S
     """
     if asked is None:
         return (settings.http_truncate if truncate is None else truncate), 0
+    number = first_digits(asked)
     if truncate is False:
         raise InvalidField(
-            "truncate_prompt_tokens", f"must be left out if truncate is false; was {asked}. Send only one of the two"
+            "truncate_prompt_tokens", f"must be left out if truncate is false; was {number}. Send only one of the two"
         )
     if asked != -1 and not 1 <= asked <= bundle.max_sequence_tokens:
         raise InvalidField(
             "truncate_prompt_tokens",
             f"must be from 1 to {bundle.max_sequence_tokens} (max_sequence_tokens of {bundle.name}), or -1 for the "
-            f"maximum; was {asked}",
+            f"maximum; was {number}",
         )
     return True, max(asked, 0)
 

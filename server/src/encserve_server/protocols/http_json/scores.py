@@ -19,6 +19,7 @@ from encserve_server.protocols.http_json.requests import (
     TRUNCATED_HEADER,
     ModelBody,
     cut_of,
+    first_digits,
     is_left,
     model_of,
     positive,
@@ -250,7 +251,7 @@ async def score(
     from_left = _wants_left(fields)
     if from_left and max_document_tokens:
         problem = "must be left out with truncation on the left, because this field cuts the end of documents"
-        raise InvalidField("max_tokens_per_doc", f"{problem}; was {max_document_tokens}")
+        raise InvalidField("max_tokens_per_doc", f"{problem}; was {first_digits(max_document_tokens)}")
     request = ScoreCall(
         pairs,
         texts,
@@ -327,7 +328,7 @@ def top_k_of(top_n: int | None, count: int) -> int:
         InvalidField: The number is negative.
     """
     if top_n is not None and top_n < 0:
-        raise InvalidField("top_n", f"must be at least 0; was {top_n}")
+        raise InvalidField("top_n", f"must be at least 0; was {first_digits(top_n)}")
     return min(top_n or count, count)
 
 
