@@ -25,7 +25,8 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
         rare_option(
             "--activation",
             type=click.Choice(["none", "sigmoid", "softmax"]),
-            help="Turn the logits of a cross-encoder into scores. none keeps the logits. Default: the model's own.",
+            help="Turn the logits of a cross-encoder into scores. none keeps the logits. softmax is only for models "
+            "with several labels. Default: the model's own.",
         ),
         rare_option(
             "--prompt-name",

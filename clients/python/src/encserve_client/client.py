@@ -594,7 +594,8 @@ class EncoderClient(SyncTransport):
                 (documents, width), a list of (n, width) arrays for MaxSim, or a list of `SparseVector`.
             top_k: The number of documents to return. Default: all.
             activation: The function that turns the logits of a cross-encoder into scores: "none", "sigmoid" or
-                "softmax". Default: `ModelInfo.activation`.
+                "softmax". "softmax" is only for several labels, so only for `score` and `classify`. Default:
+                `ModelInfo.activation`.
             truncate: Whether to cut a pair that is too long, as the model was trained. If False, such a
                 pair is an error.
             prompt_name: The prompt before the query of a cross-encoder: a name in `ModelInfo.prompts`, or "" for no
