@@ -15,10 +15,12 @@ from encserve_server.protocols.encserve.codec import (
     decode_priority,
     decode_truncation,
 )
+from encserve_server.protocols.wire import field, join
 from encserve_server.types.arrays import IndexedRows
 from encserve_server.types.requests import Activation, OutputKind
 
 _INPUTS = ("documents", "document_vectors", "pairs", "texts")
+_SCORES = pb.ScoreResponse.SCORES_FIELD_NUMBER
 _ACTIVATIONS: dict[int, Activation | None] = {0: None} | {it.value: it for it in Activation}
 # The kinds of rows that document vectors may have. Every pooling is one vector for each document.
 _VECTOR_KINDS = {kind.value: kind for kind in OutputKind if kind not in (OutputKind.TOKENS, OutputKind.SCORES)}
@@ -84,7 +86,6 @@ def encode_scores(model: ServedModel, scored: Scored) -> bytes:
         model_version=bundle.version,
         fingerprint=bundle.fingerprint,
         space_id=bundle.space_id,
-        scores=np.ascontiguousarray(scored.scores, "<f4").tobytes(),
         label_count=scored.scores.shape[1],
         labels=scored.labels,
         indices=() if scored.indices is None else scored.indices.tolist(),
@@ -97,7 +98,8 @@ def encode_scores(model: ServedModel, scored: Scored) -> bytes:
             compute_seconds=scored.compute_seconds,
         ),
     )
-    return response.SerializeToString()
+    data = np.ascontiguousarray(scored.scores, "<f4").data.cast("B")
+    return join([response.SerializeToString(), *field(_SCORES, [data])])  # the scores are copied only here
 
 
 def _has(request: pb.ScoreRequest, name: str) -> bool:
