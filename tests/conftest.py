@@ -8,6 +8,7 @@ other tests are fast.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -68,6 +69,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[test for test in items if tier_of(test) != tier])
     items[:] = [test for test in items if tier_of(test) == tier]
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the objects of libraries and test modules from garbage collection.
+
+    A server makes a full collection when it starts and when it unloads a model, and tests start hundreds of servers.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

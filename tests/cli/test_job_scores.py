@@ -236,6 +236,11 @@ async def test_lines_of_text_are_no_pairs(service: FakeEncoder, tmp_path: Path, 
     assert "pairs are read from .jsonl, .csv, .tsv and .parquet files" in result.stderr
 
 
+def in_process(bundle: Path) -> list[str]:
+    """Return the flags of a job that runs a bundle. The job does not measure the best batch budget, for two seconds."""
+    return ["--bundle", str(bundle), "--max-batch-tokens", "64"]
+
+
 @pytest.mark.parametrize(("flags", "activation"), [([], sigmoid), (["--activation", "none"], lambda logits: logits)])
 def test_a_bundle_computes_scores(tmp_path: Path, folder: Path, flags: list[str], activation: Any) -> None:
     bundle = write_bundle(
@@ -243,7 +248,7 @@ def test_a_bundle_computes_scores(tmp_path: Path, folder: Path, flags: list[str]
     )
     ids = [([5, 6], [7 + i, 8]) for i in range(12)]
     source = write_pairs(tmp_path / "pairs.parquet", [text(*it) for _, it in ids], [text(*it) for it, _ in ids])
-    command = ["score", *inputs(source), "--columns", "q,d", "--output", f"{folder}/", "--bundle", str(bundle), *flags]
+    command = ["score", *inputs(source), "--columns", "q,d", "--output", f"{folder}/", *in_process(bundle), *flags]
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 0, result.output
     want = activation(logits_of([pair_ids(*it) for it in ids])[:, 0])
@@ -261,7 +266,7 @@ def test_a_bundle_with_one_label_has_no_softmax(tmp_path: Path, command: list[st
 
 def test_a_bundle_without_labels_is_refused(tmp_path: Path, command: list[str], folder: Path) -> None:
     bundle = write_bundle(tmp_path / "models", "tiny", tokenizer=words())
-    result = CliRunner().invoke(cli, [*command, "--bundle", str(bundle)])
+    result = CliRunner().invoke(cli, [*command, *in_process(bundle)])
     assert result.exit_code == 1
     assert "scores" in result.stderr
     assert not folder.exists()

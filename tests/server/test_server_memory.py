@@ -25,13 +25,17 @@ class Node:
         self.reference = self
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def unfrozen() -> Iterator[None]:
+    """Run a test without frozen objects. Then freeze the existing objects again, as for all tests."""
     gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`main` freezes the objects of imported libraries before any model is loaded.
 
@@ -50,6 +54,7 @@ def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_
     assert frozen[0] > 10_000
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_later_objects_are_freed() -> None:
     memory.freeze_gc()
     node = Node()

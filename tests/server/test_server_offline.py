@@ -484,7 +484,8 @@ def test_scores_have_the_requested_type(tmp_path: Path, activation: Any, dtype: 
     head = tiny_heads.scores(labels=["a", "b"], activation=manifest_pb2.ACTIVATION_SOFTMAX)
     files = {"scores.onnx": tiny_heads.scores_file(2)}
     pairs, ids = [(text(5), text(6, 7)), (text(8), "")], [([5], [6, 7]), ([8], [])]
-    with Embedder(write_bundle(tmp_path, tokenizer=words(), files=files, scores=head)) as embedder:
+    bundle = write_bundle(tmp_path, tokenizer=words(), files=files, scores=head)
+    with Embedder(bundle, tune_batches=False) as embedder:
         rows = embedder.run(pairs, output="scores", activation=activation, dtype=dtype).rows
     logits = tiny_heads.logits_of([tiny_heads.pair_ids(*it) for it in ids], labels=2)
     powers = np.exp(logits)
@@ -496,7 +497,8 @@ def test_scores_have_the_requested_type(tmp_path: Path, activation: Any, dtype: 
 
 def test_the_reason_of_a_pair_names_the_query(tmp_path: Path) -> None:
     files, long = {"scores.onnx": tiny_heads.scores_file()}, "w5 " * 100_000
-    with Embedder(write_bundle(tmp_path, tokenizer=words(), files=files, scores=tiny_heads.scores())) as embedder:
+    bundle = write_bundle(tmp_path, tokenizer=words(), files=files, scores=tiny_heads.scores())
+    with Embedder(bundle, tune_batches=False) as embedder:
         refused = embedder.run([("w5", "w6"), (long, "w6"), ("w5", long)], output="scores", truncate=True).refused
     problem = "must be at most 262144 bytes (max_text_bytes); was 300000"
     assert refused == {1: f"query {problem}", 2: problem}

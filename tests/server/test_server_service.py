@@ -332,7 +332,6 @@ async def test_a_refused_call_is_freed_at_once(shared: FakeServer) -> None:
         left = [it for it in gc.get_objects() if type(it) is InvalidField]
     finally:
         gc.enable()
-        gc.unfreeze()
     assert not left
 
 
