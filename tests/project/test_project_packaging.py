@@ -285,11 +285,15 @@ def test_a_row_of_the_table(extras: str, environment: Environment, dist: Path, m
     USES[extras](environment, models)
 
 
+def resolved(environment: Environment, *requirements: str | Path, report: Path) -> set[str]:
+    """Return the names of the distributions that pip would install in the tested versions."""
+    environment.install("--dry-run", "--report", report, *requirements)
+    return {it["metadata"]["name"] for it in json.loads(report.read_text())["install"]}
+
+
 @pytest.mark.weekly
 def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    environment.install("--dry-run", "--report", report, "--find-links", dist, "encserve[gpu]")
-    names = {it["metadata"]["name"] for it in json.loads(report.read_text())["install"]}
+    names = resolved(environment, "--find-links", dist, "encserve[gpu]", report=tmp_path / "report.json")
     assert {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py", "encserve"} <= names
     assert not names & {"onnxruntime", "torch", "nvidia-cudnn-cu13"}
 
@@ -306,13 +310,16 @@ def find_python(version: str) -> str | None:
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_another_python(version: str, folder: Path, dist: Path, models: Path) -> None:
-    """The server and the command work with another Python."""
+def test_another_python(version: str, folder: Path, dist: Path, models: Path, tmp_path: Path) -> None:
+    """The server and the command work with another Python. The CUDA builds of torch and ONNX Runtime fit together."""
     python = find_python(version)
     if python is None and not os.environ.get("ENCSERVE_REQUIRE_PYTHONS"):
         pytest.skip(f"Python {version} is not installed")
     assert python is not None
     own = Environment(folder, python)
+    # The index's build of torch for Linux is for CUDA, and requires exact versions of NVIDIA's packages.
+    names = resolved(own, "--find-links", dist, "encserve[gpu,export]", report=tmp_path / "report.json")
+    assert {"torch", "onnxruntime-gpu", "nvidia-cublas"} <= names
     own.install("--find-links", dist, "encserve[cpu,http,tls,tracing,cli]")
     use_serve(own, models)
     use_tls(own, models)
