@@ -11,7 +11,7 @@ from waiting import until
 
 from encserve_server import ledger
 from encserve_server.system.background import repeat
-from encserve_server.transport.grpc import health, sending
+from encserve_server.transport.grpc import connections, health
 
 
 async def test_an_error_is_logged_once_and_the_work_continues(caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ async def test_an_event_ends_the_pause() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "look"),
-    [(ledger.Places, "_look"), (sending.Sending, "_look"), (health.ModelHealth, "_look")],
+    [(ledger.Places, "_look"), (connections.Connections, "_close_unread"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
 @pytest.mark.system  # takes more than a second

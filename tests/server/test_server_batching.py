@@ -81,7 +81,7 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
     batch, taken = taken_from(queue, policy)
     assert batch[:1] == [it for it in sequences if is_live(it)][:1]
     if taken.batch is not None:
-        assert (taken.batch.closed_by is ClosedBy.QUEUE_EMPTY) == (not len(queue))
+        assert (taken.batch.closed_by is ClosedBy.QUEUE_EMPTY) == (not queue.sequences)
     if len(batch) > 1:  # one sequence alone may exceed the budget
         lengths = [len(it.input) for it in batch]
         padded = max(lengths) * len(lengths)
@@ -117,7 +117,7 @@ def test_no_sequence_is_lost_or_runs_twice(calls: list[Call], policy: BatchPolic
 def test_only_live_sequences_run(calls: list[Call], policy: BatchPolicy) -> None:
     queue, sequences = queued(calls)
     ran, expired = [], []
-    while len(queue):
+    while queue.sequences:
         batch, taken = taken_from(queue, policy)
         assert all(it.started_at == NOW for it in batch)
         ran += batch
@@ -131,7 +131,7 @@ def test_only_live_sequences_run(calls: list[Call], policy: BatchPolicy) -> None
 def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], policy: BatchPolicy) -> None:
     queue, sequences = queued(calls)
     inputs = [weakref.ref(it.input) for it in sequences]
-    while len(queue):
+    while queue.sequences:
         queue.take(policy, NOW)
     del sequences
     gc.collect()
@@ -148,7 +148,7 @@ def test_the_extra_costs_of_a_batch_are_limited() -> None:
     batch, taken = taken_from(queue, policy)
     assert taken.batch is not None
     assert (len(batch), taken.batch.closed_by) == (3, ClosedBy.TOKENS)
-    assert (len(queue), queue.cost) == (2, 80)
+    assert (queue.sequences, queue.cost) == (2, 80)
     queue, sequences = queued([Call(10, extra_cost=500), Call(10), Call(10)])
     assert [taken_from(queue, policy)[0] for _ in range(2)] == [sequences[:1], sequences[1:]]
 
@@ -316,7 +316,7 @@ class QueueMachine(RuleBasedStateMachine):
         ran = taken.batch.sequences if taken.batch is not None else []
         assert {*ran, *taken.expired} <= waiting
         assert all(not it.ticket.done.done() and it.deadline > self.now for it in ran)
-        assert ran or not len(self.queue)
+        assert ran or not self.queue.sequences
         self.remove([*ran, *taken.expired])
         for call in self.calls:  # the queue may have dropped sequences of an ended call
             if call.ticket.done.done():
@@ -332,7 +332,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def figures_are_those_of_the_waiting_sequences(self) -> None:
         waiting = [call for call in self.calls if call.waiting]
-        assert len(self.queue) == sum(len(call.waiting) for call in waiting)
+        assert self.queue.sequences == sum(len(call.waiting) for call in waiting)
         assert self.queue.requests == len(waiting)
         assert all(call.ticket.queued == len(call.waiting) for call in self.calls)
         for priority in Priority:

@@ -42,7 +42,7 @@ from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.system import watched_files
-from encserve_server.transport.grpc.guard import _Peer
+from encserve_server.transport.grpc.connections import Peer
 from encserve_server.transport.http import app, bodies
 from encserve_server.types.callers import Caller, Priority
 
@@ -887,7 +887,7 @@ class Peers:
         names = [("DNS", it) for it in dns] + [("URI", it) for it in uri] + [("IP Address", "10.0.0.1")]
         certificate = {"subject": ((("commonName", "search.example"),),), "subjectAltName": tuple(names)}
         request: Any = SimpleNamespace(get_extra_info={"peercert": certificate}.get)
-        self.names = [_Peer(context).certificate_names, app._Peer(request).certificate_names]
+        self.names = [Peer(context).certificate_names, app._Peer(request).certificate_names]
 
 
 @pytest.mark.parametrize(
@@ -943,4 +943,4 @@ async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, capl
 )
 def test_addresses_of_a_grpc_peer(peer: str, address: str) -> None:
     context: Any = SimpleNamespace(peer=lambda: peer)
-    assert _Peer(context).address() == address
+    assert Peer(context).address() == address

@@ -23,7 +23,7 @@ from encserve_server.protocols.encserve import codec, inspect_codec, naming
 from encserve_server.protocols.open_inference import requests as infer_requests
 from encserve_server.protocols.open_inference import service as infer_service
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as infer_pb
-from encserve_server.transport.grpc import connections, sending
+from encserve_server.transport.grpc import connections
 from encserve_server.transport.grpc.streams import answer_stream
 
 MIB = 2**20
@@ -338,9 +338,9 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the server close the connection of a caller that does not read a reply within 0.2 s."""
-    monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
-    monkeypatch.setattr(sending, "_SECONDS_PER_MIB", 0.0)
-    monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "_SECONDS_PER_MIB", 0.0)
+    monkeypatch.setattr(connections, "_REPLY_LOOK_SECONDS", 0.02)
 
 
 async def test_callers_that_do_not_read_a_reply_lose_their_connection(
@@ -349,7 +349,7 @@ async def test_callers_that_do_not_read_a_reply_lose_their_connection(
     close, all_held = connections.close_connections, asyncio.Event()
     # No connection closes before all three replies are ready. Else the first caller would lose its connection too
     # early on a slow machine.
-    monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
+    monkeypatch.setattr(connections, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # hidden states of 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
     other = stream_of(server)
@@ -387,8 +387,8 @@ async def test_callers_that_do_not_read_a_stream_lose_their_connection(
 
 
 async def test_the_timeout_of_a_reply_grows_by_a_second_per_mib() -> None:
-    assert sending.seconds_to_read(0) == 30
-    assert sending.seconds_to_read(64 * MIB) == 94
+    assert connections.seconds_to_read(0) == 30
+    assert connections.seconds_to_read(64 * MIB) == 94
 
 
 async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:

@@ -15,7 +15,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import BundleError, EngineUnhealthy
 from encserve_server.protocols.encserve import service
-from encserve_server.transport.grpc import sending
+from encserve_server.transport.grpc import connections
 from encserve_server.types.inspections import InspectKind
 
 ATTENTION = pb.INSPECT_KIND_ATTENTION_WEIGHTS
@@ -345,7 +345,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
 
     Otherwise, a few such callers could block all inspections, and fill the memory with unread replies.
     """
-    monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
     assert await call.read() is not grpc.aio.EOF

@@ -177,7 +177,7 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
     for priority, length in sent:
         queue.add(ticket_of([length], priority=priority))
     passed_over = 0
-    while len(queue):
+    while queue.sequences:
         interactive, bulk = queue.cost_of(Priority.INTERACTIVE), queue.cost_of(Priority.BULK)
         kinds = {it.ticket.priority for it in take(queue)}
         assert len(kinds) == 1, "a batch of both"

@@ -70,14 +70,14 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
     alone_until = -math.inf
     coming = sorted(entries, key=lambda entry: entry.arrives_at)
     now = 0.0
-    while coming or len(queue) or running:
+    while coming or queue.sequences or running:
         now = _next_event(now, coming, running)
         running = [ends for ends in running if ends > now]
         while coming and coming[0].arrives_at <= now:
             # If all lanes are busy, the next batch begins when the first lane is free.
             busy = len(running) == engine.lanes or alone_until > now
             _arrive(coming.pop(0), queue, pending, running_until=min(running) if busy else now)
-        while len(queue) and len(running) < engine.lanes and alone_until <= now:
+        while queue.sequences and len(running) < engine.lanes and alone_until <= now:
             for sequence, entry in pending.items():
                 if entry.leaves_at <= now:
                     sequence.ticket.done.cancel()
@@ -85,7 +85,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
             if taken is None:
                 break
             batch = [pending.pop(sequence) for sequence in taken.sequences]
-            alone = engine.has_wide_session and not running and not len(queue)
+            alone = engine.has_wide_session and not running and not queue.sequences
             running.append(now + engine.run(batch, alone=alone))
             alone_until = running[-1] if alone else -math.inf
             for entry in batch:

@@ -57,7 +57,6 @@ from encserve_server.telemetry.spans import Tracer
 from encserve_server.transport.grpc import health, reflection
 from encserve_server.transport.grpc.connections import Connections
 from encserve_server.transport.grpc.guard import RpcGuard
-from encserve_server.transport.grpc.sending import Sending
 from encserve_server.transport.grpc.server import add_service, listen, make_server
 
 if TYPE_CHECKING:
@@ -114,12 +113,10 @@ class App:
             max_request_bytes=settings.max_request_mib * MIB,
         )
         self._calls.answer_times = self.metrics.answer_times
-        self._sending = Sending(self._clock)
         self._connections = Connections(settings.max_connections, lambda: self.grpc_port, self._clock)
         self._guard = RpcGuard(
             self._calls,
             self.metrics,
-            self._sending,
             self._connections,
             max_stream_in_flight=settings.max_stream_in_flight,
         )
@@ -296,8 +293,8 @@ class App:
         self._server = server
         watches = [
             self._calls.places.watch(),
-            self._sending.watch(),
             self._connections.watch(),
+            self._connections.watch_replies(),
             repeat(self._trim_memory, _TRIM_SECONDS, clock=self._clock),
         ]
         if self._certificates is not None:

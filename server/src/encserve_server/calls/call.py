@@ -3,7 +3,7 @@
 Every protocol uses a call in this way:
 
     method = Method(…)                                     created once for each RPC or route
-    call = calls.begin(method, metadata, deadline)
+    call = calls.begin(method, deadline, peer)
     with call:                                             an error in the block is stored as `call.failure`
         call.accept()
         call.hold(len(data))
@@ -72,6 +72,9 @@ class Peer(Protocol):
     def address(self) -> str:
         """Return the address and port of the peer; empty if the peer has disconnected."""
 
+    def metadata(self) -> Metadata:
+        """Return the headers of the request, with names in lower case."""
+
     def certificate_names(self) -> Collection[CertificateName]:
         """Return the DNS and URI names in the verified certificate of the peer."""
 
@@ -133,27 +136,15 @@ class Calls:
         self.access_log: LineWriter[CallRecord] | None = None
         self.refusals: RefusalLog | None = None
 
-    @property
-    def reads_metadata(self) -> bool:
-        """Whether `begin` needs the headers of calls."""
-        return self.callers is not None or self.tracer is not None
-
     def drain(self) -> None:
         """Refuse new calls with Draining from now on."""
         self.draining.set()
 
-    def begin(
-        self,
-        method: Method,
-        metadata: Metadata = (),
-        deadline: float = math.inf,
-        peer: Peer | None = None,
-    ) -> "Call":
+    def begin(self, method: Method, deadline: float = math.inf, peer: Peer | None = None) -> "Call":
         """Begin a call.
 
         Args:
             method: The method.
-            metadata: The headers of the request, with names in lower case; needed if `reads_metadata` is true.
             deadline: The clock's time in seconds at which the caller stops waiting; infinity without a deadline.
             peer: The other end of the connection.
         """
@@ -163,12 +154,13 @@ class Calls:
             self.in_flight += 1
             self.idle.clear()
             if self.tracer is not None:
+                metadata = () if peer is None else peer.metadata()
                 span = self.tracer.begin(method.name, metadata, method.attributes)
-        return Call(self, method, deadline, span, metadata, peer)
+        return Call(self, method, deadline, span, peer)
 
     def begin_request(self, stream: "Call", method: Method, request_id: str) -> "Call":
         """Begin one request of a stream. Only the stream counts as a call in flight."""
-        call = Call(self, method, stream.deadline, spans.begin_request(request_id), (), stream.peer)
+        call = Call(self, method, stream.deadline, spans.begin_request(request_id), stream.peer)
         call.is_of_stream = True
         call.inherit(stream)
         return call
@@ -188,9 +180,9 @@ class Call:
     """
 
     __slots__ = (
-        "_access", "_account", "_began", "_calls", "_held_bytes", "_inputs", "_is_open", "_metadata", "_method",
-        "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller", "deadline", "failure", "is_of_stream",
-        "naming", "peer", "span",
+        "_access", "_account", "_began", "_calls", "_held_bytes", "_inputs", "_is_open", "_method", "_model",
+        "_model_name", "_priority", "_seconds", "_tokens", "caller", "deadline", "failure", "is_of_stream", "naming",
+        "peer", "span",
     )  # fmt: skip
 
     def __init__(
@@ -199,7 +191,6 @@ class Call:
         method: Method,
         deadline: float,
         span: RequestSpan | None,
-        metadata: Metadata = (),
         peer: Peer | None = None,
     ) -> None:
         """See `Calls.begin`."""
@@ -217,7 +208,6 @@ class Call:
         self.failure: Failure | None = None
         self.is_of_stream = False
         self.peer = peer
-        self._metadata = metadata
         self._access: CallerAccess | None = None  # None if everyone may call
         self._model_name, self._inputs, self._tokens = "", 0, 0  # for counts and logs
         self._seconds = 0.0, 0.0  # the time in the queue, and the time in compute
@@ -250,7 +240,7 @@ class Call:
             self.span.end(code, reason, failed=method.is_failure(status))
         if method.observer is not None or (self.failure is not None and method.access is not Access.OPEN):
             self._tell(status, reason, now - self._began)
-        self.peer, self._metadata = None, ()  # to break reference cycles
+        self.peer = None  # to break a reference cycle
         return is_answer
 
     def _tell(self, status: Status, reason: str, seconds: float) -> None:
@@ -313,8 +303,9 @@ class Call:
             raise Draining
         if calls.callers is None or method.access is Access.OPEN:
             return
-        self._access = access = CallerAccess(calls.callers, calls.clock, self._metadata)
-        access.identify(tuple if self.peer is None else self.peer.certificate_names, method.access)
+        peer = self.peer
+        self._access = access = CallerAccess(calls.callers, calls.clock, () if peer is None else peer.metadata())
+        access.identify(tuple if peer is None else peer.certificate_names, method.access)
         self.caller = access.caller
         access.check(method.access)
 

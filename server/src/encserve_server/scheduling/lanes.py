@@ -67,6 +67,12 @@ class Lanes:
     next lane. The idle lane that ran last starts first, because the caches of its CPU still hold its data.
 
     `lock` guards the queue and the choice of a batch. No lane holds the lock while the engine runs.
+
+    Attributes:
+        pending: The queue.
+        lock: The lock.
+        busy_seconds: The total time in which at least one run was in progress, until the last start or end of a run.
+            Any thread may read this number.
     """
 
     def __init__(
@@ -102,8 +108,8 @@ class Lanes:
         self._probe_ended = threading.Condition(self.lock)
         self._failures = 0  # failed runs since the last success
         self._busy_lanes = 0
-        self._busy_counted_at = 0.0  # the time of the last update of `_busy_seconds`
-        self._busy_seconds = 0.0
+        self._busy_counted_at = 0.0  # the time of the last update of `busy_seconds`
+        self.busy_seconds = 0.0
 
     def start(self) -> None:
         """Start the threads. Call this once, on the event loop."""
@@ -139,13 +145,6 @@ class Lanes:
             if started_at is not None and (oldest is None or started_at < oldest):
                 oldest = started_at
         return oldest
-
-    def take_busy_seconds(self) -> float:
-        """Return for how many seconds at least one lane was busy since the last call of this method."""
-        with self.lock:
-            self._count_busy(0)
-            seconds, self._busy_seconds = self._busy_seconds, 0.0
-            return seconds
 
     async def probe(self) -> bool:
         """Test the engine in an idle lane. Return whether the engine works; False also if no lane is idle."""
@@ -193,10 +192,13 @@ class Lanes:
 
     def _work(self, lane: _Lane) -> None:
         """Run batches until the queue is empty. The lane does not wait for the event loop between batches."""
-        lane.batch = self._take(lane, first=True)
-        while lane.batch is not None:
-            self._run_in_halves(lane, lane.batch)
-            lane.batch = self._take(lane, first=False)
+        lane.batch = batch = self._take(lane, first=True)
+        while batch is not None:
+            try:
+                in_halves(batch, partial(self._run_part, lane, batch), partial(self._on_failure, lane))
+            except EngineUnhealthy as error:
+                self._tell(self._deliver, Outcome.BROKEN, batch, error)
+            lane.batch = batch = self._take(lane, first=False)
 
     def _take(self, lane: _Lane, *, first: bool) -> Batch | None:
         """Take the next batch. Without a next batch, the lane becomes idle."""
@@ -207,13 +209,13 @@ class Lanes:
             # If the queue is empty, this method does not call the slow `take`. A slow `take` would hold the GIL and
             # delay the event loop's deliveries.
             only = len(self._idle) == len(self._lanes) - 1  # all other lanes are idle
-            may_take = len(self.pending) and not (self._stopped or self._broken)
+            may_take = self.pending.sequences and not (self._stopped or self._broken)
             taken = self.pending.take(self._policy, self._clock.now()) if may_take else None
             batch = None if taken is None else taken.batch
             if batch is None:
                 self._idle.append(lane)
             else:
-                left = len(self.pending)
+                left = self.pending.sequences
                 batch.lane = lane.number
                 batch.alone = self._alone = self._engine.has_wide_session and only and not left
                 if left:
@@ -229,19 +231,13 @@ class Lanes:
         """
         now = self._clock.now()
         if self._busy_lanes:
-            self._busy_seconds += now - self._busy_counted_at
+            self.busy_seconds += now - self._busy_counted_at
         self._busy_counted_at = now
         self._busy_lanes += change
         return now
 
-    def _run_in_halves(self, lane: _Lane, batch: Batch) -> None:
-        """Run a batch. If the batch fails, run its halves. Deliver the outputs."""
-        try:
-            in_halves(batch, partial(self._run_part, lane, batch), partial(self._on_failure, lane))
-        except EngineUnhealthy as error:
-            self._tell(self._deliver, Outcome.BROKEN, batch, error)
-
     def _run_part(self, lane: _Lane, batch: Batch, part: Batch) -> None:
+        """Run a batch, or a half of a batch that failed. Deliver the outputs."""
         if part is not batch:  # calls may have ended during the failed run
             part.sequences = [it for it in part.sequences if not it.ticket.done.done()]
             if not part.sequences:

@@ -163,19 +163,17 @@ class PendingQueue:
 
     Attributes:
         requests: The number of calls with at least one waiting sequence.
+        sequences: The number of waiting sequences.
         cost: The cost of all waiting sequences, in tokens.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self.requests = 0
+        self.sequences = 0
         self.cost = 0
-        self._count = 0
         self._queues = {priority: _LengthQueue() for priority in Priority}
         self._bulk_turn = BulkTurn()
-
-    def __len__(self) -> int:
-        return self._count
 
     def cost_of(self, priority: Priority) -> int:
         """Return the cost of the waiting sequences of one priority, in tokens."""
@@ -205,7 +203,7 @@ class PendingQueue:
         self.cost -= queue.cost
         queue.add(ticket.sequences, ticket.caller)
         self.cost += queue.cost
-        self._count += ticket.queued
+        self.sequences += ticket.queued
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove the waiting sequences of a call that has ended."""
@@ -217,11 +215,10 @@ class PendingQueue:
     def take(self, policy: BatchPolicy, now: float) -> Taken:
         """Take the next batch; see `batching`. A sequence with `deadline <= now` has expired."""
         expired: list[TokenSequence] = []
-        while self._count:
-            queue = self._next_queue()
+        interactive, bulk = self._queues[Priority.INTERACTIVE], self._queues[Priority.BULK]
+        while self.sequences:
+            queue = bulk if self._bulk_turn.is_bulk_next(interactive, bulk) else interactive
             anchor = queue.first()
-            if not self._is_live(anchor, now, expired):
-                continue
             plan = plan_batch(len(anchor.input), queue.lengths, queue.waiting, policy)
             planned = queue.members(anchor, plan.counts)
             live = [it for it in planned if self._is_live(it, now, expired)]
@@ -229,10 +226,6 @@ class PendingQueue:
                 queue.advance(anchor)
                 return Taken(self._take_planned(queue, planned, plan.closed_by, policy.max_batch_tokens, now), expired)
         return Taken(None, expired)
-
-    def _next_queue(self) -> _LengthQueue:
-        interactive, bulk = self._queues[Priority.INTERACTIVE], self._queues[Priority.BULK]
-        return bulk if self._bulk_turn.is_bulk_next(interactive, bulk) else interactive
 
     def _take_planned(
         self,
@@ -280,6 +273,6 @@ class PendingQueue:
         ticket = sequence.ticket
         self._queues[ticket.priority].remove(sequence, ticket.caller, starts=starts)
         self.cost -= sequence.cost
-        self._count -= 1
+        self.sequences -= 1
         ticket.queued -= 1
         self.requests -= not ticket.queued

@@ -149,19 +149,20 @@ class Scheduler:
         self._pending = pending = self._lanes.pending
         observer.register_queue_gauges(
             lambda: pending.requests,
-            lambda: len(pending),
+            lambda: pending.sequences,
             lambda: pending.cost,
             lambda: pending.cost_of(Priority.BULK),
         )
         self._unhealthy_reason = ""
         self._throughput = Throughput()
+        self._reported_busy_seconds = 0.0
         self._recovery: asyncio.Task[None] | None = None
         self._stall_watch: asyncio.Task[None] | None = None
         self._over = False  # closed or crashed: no further sequence will run
 
     def __repr__(self) -> str:
         state = self._unhealthy_reason or ("running" if self._lanes.oldest_start() is not None else "free")
-        return f"<Scheduler [{len(self._pending)} queued, {self._pending.cost} tokens | engine {state}]>"
+        return f"<Scheduler [{self._pending.sequences} queued, {self._pending.cost} tokens | engine {state}]>"
 
     def start(self) -> None:
         """Start the engine's threads. Call this once, on the event loop."""
@@ -213,17 +214,19 @@ class Scheduler:
             ShareExceeded: The call would exceed the share of its caller or of bulk, and a part of this share is in use.
         """
         pending, caller, size = self._pending, sender.caller, self._limits.max_queue_tokens
-        self._check_caller_share(caller, cost, size, pending.cost, Priority)
+        if caller.name:
+            self._check_caller_share(caller, cost, size, pending.cost, Priority)
         if sender.priority is Priority.BULK:
             size, waiting = size // 2, pending.cost_of(Priority.BULK)
-            self._check_caller_share(caller, cost, size, waiting, [Priority.BULK])
+            if caller.name:
+                self._check_caller_share(caller, cost, size, waiting, [Priority.BULK])
             self._refuse_over_share("bulk", cost, waiting, size)
 
     def _check_caller_share(
         self, caller: Caller, cost: int, size: int, waiting: int, priorities: Iterable[Priority]
     ) -> None:
-        """Check a caller's share of `size` tokens, if more than half of these tokens are taken."""
-        if caller.name and waiting + cost > size // 2:
+        """Check a named caller's share of `size` tokens, if more than half of these tokens are taken."""
+        if waiting + cost > size // 2:
             own, weight_of_others = self._pending.share_of(caller, priorities)
             # The share keeps room for one more caller with the same weight.
             share = int(size * caller.weight / (2 * caller.weight + weight_of_others))
@@ -353,7 +356,7 @@ class Scheduler:
         elif outcome is Outcome.BROKEN:
             self._on_broken(batch, error)
         else:
-            self._observer.was_busy(self._lanes.take_busy_seconds())
+            self._report_busy()
             failed = outcome is Outcome.FAILED
             if failed:
                 self._observer.batch_failed()
@@ -397,7 +400,13 @@ class Scheduler:
         for sequence in batch.sequences:
             self._observer.waited(sequence.started_at - sequence.enqueued_at)
         self._observer.batch_ran(batch)
-        self._observer.was_busy(self._lanes.take_busy_seconds())
+        self._report_busy()
+
+    def _report_busy(self) -> None:
+        """Report the busy time since the last report to the observer."""
+        busy_seconds = self._lanes.busy_seconds
+        self._observer.was_busy(busy_seconds - self._reported_busy_seconds)
+        self._reported_busy_seconds = busy_seconds
 
     def _on_broken(self, batch: Batch, error: BaseException | None) -> None:
         """Fail all calls, and start to probe the engine."""

@@ -18,9 +18,7 @@ class Clock(Protocol):
 class MonotonicClock:
     """The machine's monotonic clock."""
 
-    def now(self) -> float:
-        """The seconds since an arbitrary moment."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds`."""
@@ -43,13 +41,10 @@ class AwakeTime:
 
     def now(self) -> float:
         """Return the counted seconds."""
-        return self._at(self._clock.now())
+        ticked_at, seconds = self._last
+        return seconds + min(self._clock.now() - ticked_at, self._max_gap_seconds)
 
     def tick(self) -> None:
         """Count the time since the last tick."""
-        now = self._clock.now()
-        self._last = now, self._at(now)
-
-    def _at(self, now: float) -> float:
-        ticked_at, seconds = self._last
-        return seconds + min(now - ticked_at, self._max_gap_seconds)
+        seconds = self.now()
+        self._last = self._clock.now(), seconds

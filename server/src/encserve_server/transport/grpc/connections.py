@@ -1,4 +1,7 @@
-"""Finds gRPC connections among the sockets of the process, and closes them. grpcio does not expose them. Linux only."""
+"""Closes gRPC connections: idle connections beyond the limit, and connections of callers that do not read replies.
+
+grpcio does not expose its connections. So this module finds them among the sockets of the process, on Linux only.
+"""
 
 import contextlib
 import errno
@@ -11,13 +14,18 @@ import socket
 import stat
 import sys
 import urllib.parse
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import grpc
 
 from encserve_server.ledger import connections_to_close
+from encserve_server.settings import MIB
 from encserve_server.system.background import repeat
 from encserve_server.system.clock import Clock
+from encserve_server.types.callers import CertificateName, Metadata, dns_name, uri_name
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +43,47 @@ _UNSEEN_SECONDS = 0.2
 # thread would wait for the GIL after each system call.
 _PAUSE_PART = 4
 _LEAST_PAUSE_SECONDS = 0.01
+# The time in which a caller must read a reply, and the additional time for each MiB.
+UNREAD_SECONDS = 30.0
+_SECONDS_PER_MIB = 1.0
+_REPLY_LOOK_SECONDS = 1.0
+# The properties of gRPC's auth_context with the names in a client certificate.
+_CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
 
+Context = grpc.aio.ServicerContext[Any, Any]
 Endpoint = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
+
+
+class Peer:
+    """The other end of an open call; see `calls.Peer`.
+
+    Attributes:
+        name: gRPC's name for the peer, such as ipv4:127.0.0.1:50123.
+        is_accepted: Whether the call was accepted.
+        reads_until: The clock's time until which the caller must read the reply; infinity before the reply is ready.
+    """
+
+    __slots__ = ("_context", "is_accepted", "name", "reads_until")
+
+    def __init__(self, context: Context) -> None:
+        """Keep gRPC's context of the call."""
+        self._context = context
+        self.name = context.peer()
+        self.is_accepted = False
+        self.reads_until = math.inf
+
+    def address(self) -> str:
+        """Return the address and port, such as 127.0.0.1:50051. gRPC's name has the prefix "ipv4:" or "ipv6:"."""
+        return urllib.parse.unquote(self.name.partition(":")[2])
+
+    def metadata(self) -> Metadata:
+        """Return the headers of the call."""
+        return self._context.invocation_metadata() or ()
+
+    def certificate_names(self) -> list[CertificateName]:
+        """Return the DNS and URI names of the client certificate. gRPC has verified the certificate."""
+        properties = self._context.auth_context()
+        return [make(name.decode()) for key, make in _CERTIFICATE_NAMES.items() for name in properties.get(key, ())]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +98,17 @@ class _Connection:
 
 
 class Connections:
-    """Limits the number of gRPC connections: closes idle connections if a new connection exceeds the limit.
+    """Closes connections. Owned by the event loop.
 
-    The sockets are checked only while the process has more descriptors than the limit. Owned by the event loop.
+    If a new connection exceeds the limit, idle connections are closed. The sockets are checked only while the process
+    has more descriptors than the limit.
+
+    If a caller does not read the reply of a unary call, its connection is closed. This frees all memory that gRPC holds
+    for the caller. The server cannot end only the call: gRPC for asyncio cannot end a call after its handler has
+    returned, or while a message is being sent.
+
+    Attributes:
+        open: The peers of the open calls.
     """
 
     def __init__(self, limit: int, port: Callable[[], int], clock: Clock) -> None:
@@ -67,7 +122,7 @@ class Connections:
         self._limit = limit
         self._port = port
         self._clock = clock
-        self._open: dict[Hashable, str] = {}  # the peer of each open call
+        self.open: set[Peer] = set()
         # For each peer, the time of its last call; the oldest first. Peers with an accepted call, and other peers.
         self._accepted: dict[str, float] = {}
         self._others: dict[str, float] = {}
@@ -75,33 +130,33 @@ class Connections:
         self._looked_at = -math.inf
         self._sockets: dict[int, tuple[int, Endpoint | None]] = {}  # by descriptor: the inode and the peer, see `_find`
 
-    def begin(self, call: Hashable, peer: str) -> None:
-        """Record that a call of a peer has begun. `peer` is gRPC's name for the peer, such as ipv4:127.0.0.1:50123."""
-        self._open[call] = peer
-
-    def accept(self, call: Hashable) -> None:
-        """Record that a call was accepted."""
-        self._note(self._accepted, self._open[call])
-
-    def peer_of(self, call: Hashable) -> str:
-        """Return the peer of an open call."""
-        return self._open[call]
-
-    def end(self, call: Hashable) -> None:
-        """Record the end of a call."""
-        peer = self._open.pop(call)
-        self._note(self._accepted if peer in self._accepted else self._others, peer)
+    def end(self, peer: Peer) -> None:
+        """Record the end of a peer's call."""
+        self.open.discard(peer)
+        last = self._accepted if peer.is_accepted or peer.name in self._accepted else self._others
+        last.pop(peer.name, None)
+        last[peer.name] = self._clock.now()
+        if len(last) > self._limit * HEADROOM:
+            del last[next(iter(last))]
 
     async def watch(self) -> None:
         """Close connections beyond the limit, until cancelled."""
         if sys.platform == "linux":
             await repeat(self._look, _LOOK_SECONDS, clock=self._clock)
 
-    def _note(self, last: dict[str, float], peer: str) -> None:
-        last.pop(peer, None)
-        last[peer] = self._clock.now()
-        if len(last) > self._limit * HEADROOM:
-            del last[next(iter(last))]
+    async def watch_replies(self) -> None:
+        """Close the connections of callers that do not read their replies, until cancelled."""
+        await repeat(self._close_unread, _REPLY_LOOK_SECONDS, clock=self._clock)
+
+    def _close_unread(self) -> None:
+        now = self._clock.now()
+        late = [peer for peer in self.open if peer.reads_until <= now]
+        if late:
+            close_connections({peer.name for peer in late})
+            # Closing a connection needs a free descriptor. If there was none, the connection is still open. So try
+            # again later.
+            for peer in late:
+                peer.reads_until = now + UNREAD_SECONDS
 
     async def _look(self) -> None:
         began = self._clock.now()
@@ -145,7 +200,7 @@ class Connections:
         `since` is the time of the previous check. A new connection counts as idle since then until its first call.
         Calls before that time are calls of an earlier connection, whose port the new connection has got.
         """
-        busy = {endpoint_of(peer) for peer in self._open.values()}
+        busy = {endpoint_of(peer.name) for peer in self.open}
         accepted, others = (
             {endpoint_of(peer): at for peer, at in last.items()} for last in (self._accepted, self._others)
         )
@@ -166,6 +221,11 @@ class Connections:
             )
             for descriptor, peer in peers.items()
         ]
+
+
+def seconds_to_read(size: int) -> float:
+    """Return the seconds that a caller may take to read a reply of `size` bytes."""
+    return UNREAD_SECONDS + _SECONDS_PER_MIB * size / MIB
 
 
 def close_connections(peers: Collection[str]) -> None:

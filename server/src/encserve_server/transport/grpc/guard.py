@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,21 +17,16 @@ from encserve_server.failures import REASONS, STATUSES, Failure
 from encserve_server.ledger import Arrival, Watches, current_task
 from encserve_server.statuses import Status
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.transport.grpc.connections import Connections, close_connections
-from encserve_server.transport.grpc.sending import Sending, seconds_to_read
+from encserve_server.transport.grpc.connections import Connections, Context, Peer, close_connections, seconds_to_read
 from encserve_server.transport.grpc.status import code_label, code_of, trailers_of
 from encserve_server.transport.grpc.streams import Answer, answer_one, answer_stream
-from encserve_server.types.callers import CertificateName, dns_name, uri_name
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[bytes]
 # A handler for gRPC. It takes the requests of a call. It returns the bytes of the reply, or writes the replies itself.
 Handler = Callable[[Requests, Context], Awaitable[Any]]
 WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
-# The properties of gRPC's auth_context with the names in a client certificate.
-_CERTIFICATE_NAMES = {"peer_dns": dns_name, "peer_uri": uri_name}
 # gRPC copies a reply before sending it, so memory holds the reply twice.
 _REPLY_COPIES = 2
 # If a caller disconnects, reads end at once, but gRPC cancels the call a little later. If a read ends without a
@@ -44,15 +38,12 @@ _CHECK = Method("", PLAIN, None, answers_while_draining=True, access=Access.OPEN
 class RpcGuard:
     """Wraps the methods of services: receives requests, sends replies or error statuses, and counts calls."""
 
-    def __init__(
-        self, calls: Calls, metrics: Metrics, sending: Sending, connections: Connections, *, max_stream_in_flight: int
-    ) -> None:
-        """Keep the calls of all protocols, the metrics, and the limits of replies, connections and streams."""
+    def __init__(self, calls: Calls, metrics: Metrics, connections: Connections, *, max_stream_in_flight: int) -> None:
+        """Keep the calls of all protocols, the metrics, and the limits of connections and streams."""
         self._max_stream_in_flight = max_stream_in_flight
         self._calls = calls
         self._metrics = metrics
         self._watches = Watches(calls.clock)
-        self._sending = sending
         self._connections = connections
 
     def handlers(self, service: Service) -> dict[str, Handler]:
@@ -106,15 +97,18 @@ class RpcGuard:
         """
 
         async def handle(_: Requests, context: Context) -> bytes:
-            call = self._begin(method, context)
+            call, peer = self._begin(method, context)
             data = b""
             with call:
-                self._accept(call)
-                data = await rpc.answer(await self._receive(method, call, context), call)
+                call.accept()
+                peer.is_accepted = True
+                data = await self._read(method, call, context)
+                call.hold(len(data))
+                data = await rpc.answer(data, call)
             if call.failure is not None:
                 await _abort(context, call.failure)
             elif data:
-                self._sending.begin(call, self._connections.peer_of(call), len(data))
+                peer.reads_until = self._calls.clock.now() + seconds_to_read(len(data))
             return data
 
         return handle
@@ -123,7 +117,8 @@ class RpcGuard:
         """Return the handler of an RPC with one request and many replies."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            data = await self._receive(method, call, context)
+            data = await self._read(method, call, context)
+            call.hold(len(data))
             is_first = True
 
             async def write_one(reply: bytes) -> None:
@@ -186,7 +181,7 @@ class RpcGuard:
         """Return the handler of a health RPC. `hold` refuses a call before its request is read."""
 
         async def handle(_: Requests, context: Context) -> Any:
-            call = self._begin(_CHECK, context)
+            call, _peer = self._begin(_CHECK, context)
             data = b""
             with call, _cancelled_if_disconnected(), hold(call):
                 data = await answer(await self._read(_CHECK, call, context), context)
@@ -198,9 +193,10 @@ class RpcGuard:
 
     def _writing(self, method: Method, answer: WritingMethod) -> Handler:
         async def handle(requests: Requests, context: Context) -> None:
-            call = self._begin(method, context)
+            call, peer = self._begin(method, context)
             with call, _cancelled_if_disconnected():
-                self._accept(call)
+                call.accept()
+                peer.is_accepted = True
                 await answer(requests, call, context)
             if call.failure is not None:
                 if method.observer is None:
@@ -209,31 +205,19 @@ class RpcGuard:
 
         return handle
 
-    def _begin(self, method: Method, context: Context) -> Call:
+    def _begin(self, method: Method, context: Context) -> tuple[Call, Peer]:
         """Begin the call of a context. The call is released after its reply, when gRPC's task ends."""
-        calls = self._calls
+        calls, peer = self._calls, Peer(context)
         remaining_s = context.time_remaining()
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
-        metadata = (context.invocation_metadata() or ()) if calls.reads_metadata else ()
-        call = calls.begin(method, metadata, deadline, _Peer(context))
-        self._connections.begin(call, context.peer())
-        current_task().add_done_callback(partial(self._end, call))
-        return call
+        call = calls.begin(method, deadline, peer)
+        self._connections.open.add(peer)
+        current_task().add_done_callback(partial(self._end, call, peer))
+        return call, peer
 
-    def _accept(self, call: Call) -> None:
-        call.accept()
-        self._connections.accept(call)
-
-    def _end(self, call: Call, _: object) -> None:
-        self._connections.end(call)
-        self._sending.end(call)
+    def _end(self, call: Call, peer: Peer, _: object) -> None:
+        self._connections.end(peer)
         call.release()
-
-    async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
-        """Read the only request of a call, and take its size from the byte budget."""
-        data = await self._read(method, call, context)
-        call.hold(len(data))
-        return data
 
     async def _read(self, method: Method, call: Call, context: Context) -> bytes:
         """Read the only request of a call.
@@ -243,33 +227,14 @@ class RpcGuard:
             DeadlineExpired: The request does not arrive in time.
             MalformedRequest: The call has no request.
         """
-        is_open = method.access.is_open
-        with Arrival(self._calls.places, call.account, is_open=is_open):
+        with Arrival(self._calls.places, call.account, is_open=method.is_open):
             data = await context.read()
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
             raise MalformedRequest("", "the call ended without a request")
-        if is_open:
+        if method.is_open:
             _check_small(data)
         return data
-
-
-class _Peer:
-    """The other end of a call's connection; see `calls.Peer`."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def address(self) -> str:
-        """Return the address and port, such as 127.0.0.1:50051. gRPC's name has the prefix "ipv4:" or "ipv6:"."""
-        return urllib.parse.unquote(self._context.peer().partition(":")[2])
-
-    def certificate_names(self) -> list[CertificateName]:
-        """Return the DNS and URI names of the client certificate. gRPC has verified the certificate."""
-        properties = self._context.auth_context()
-        return [make(name.decode()) for key, make in _CERTIFICATE_NAMES.items() for name in properties.get(key, ())]
 
 
 class _RpcObserver:

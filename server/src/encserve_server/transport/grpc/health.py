@@ -12,7 +12,8 @@ from encserve_server.errors import Draining, ModelNotFound
 from encserve_server.models.served import ServedModel
 from encserve_server.system.background import repeat
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.transport.grpc.guard import Context, Handler, RpcGuard
+from encserve_server.transport.grpc.connections import Context
+from encserve_server.transport.grpc.guard import Handler, RpcGuard
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from encserve_server.endpoints.rpcs import parse
-from encserve_server.transport.grpc.guard import Context, Handler, RpcGuard
+from encserve_server.transport.grpc.connections import Context
+from encserve_server.transport.grpc.guard import Handler, RpcGuard
 
 _V1ALPHA: str = reflection.SERVICE_NAME
 _V1 = _V1ALPHA.replace("v1alpha", "v1")

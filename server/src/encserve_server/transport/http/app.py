@@ -25,7 +25,7 @@ from encserve_server.system.background import TURN_BYTES
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.transport.http.bodies import discard_body, read_body
 from encserve_server.transport.http.connection import Connection
-from encserve_server.types.callers import CertificateName
+from encserve_server.types.callers import CertificateName, Metadata
 
 REASON_HEADER = "encserve-error-reason"
 _HEADERS = {"content-type": "application/json", "server": "encserve"}
@@ -135,8 +135,7 @@ class HttpApp:
             connection.received(head_bytes)
             return await _send(request, connection, _with(cors, self._not_there(request.method, path, cors)))
         route, method = found
-        metadata = _metadata(request) if self._calls.reads_metadata else ()
-        call = self._calls.begin(method, metadata, peer=_Peer(request))
+        call = self._calls.begin(method, peer=_Peer(request))
         try:
             answer = None
             with call:
@@ -246,6 +245,10 @@ class _Peer:
         host, port = peer[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+    def metadata(self) -> Metadata:
+        """Return the headers of the request."""
+        return [(name.lower(), value) for name, value in self._request.headers.items()]
+
     def certificate_names(self) -> list[CertificateName]:
         """Return the DNS and URI names of the client certificate. ssl has verified the certificate."""
         return certificate_names(self._request.get_extra_info("peercert") or {})
@@ -307,10 +310,6 @@ def _head_bytes(request: web.BaseRequest) -> int:
     """Return the number of bytes of a request's head, without unneeded blanks."""
     line_bytes = len(request.method) + len(request.raw_path) + len("  HTTP/1.1\r\n\r\n")
     return line_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
-
-
-def _metadata(request: web.BaseRequest) -> list[tuple[str, str]]:
-    return [(name.lower(), value) for name, value in request.headers.items()]
 
 
 async def _send(request: web.BaseRequest, connection: Connection, answer: _Answer) -> web.StreamResponse:
