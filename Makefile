@@ -30,7 +30,7 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-rerank bench-scaling docs site manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types sync-client proto contract check-proto test-containers bench bench-bulk bench-peers bench-rerank bench-scaling docs figures site manifests screenshots wheel clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -126,12 +126,16 @@ bench-peers: $(BUNDLE) $(VENV)/.installed  ## Compare the server with Triton, in
 bench-rerank: $(VENV)/.installed  ## Compare ranking with what the model can do at best, and with sentence-transformers and infinity.
 	$(BIN)/python bench/rerank.py build/rerank/models --checkpoint build/rerank/checkpoint --make-model $(BENCH)
 
-bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
-	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
-	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
+bench-scaling: $(BUNDLE) $(VENV)/.installed  ## Measure how cost grows, into docs/; BENCH="--only load" for a part.
+	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/measurements/scaling.json --model $(MODEL) $(BENCH)
+	$(MAKE) --no-print-directory figures
 
 docs: $(VENV)/.installed  ## Regenerate the pages of docs/reference that come from the code.
 	$(BIN)/python scripts/make_pages.py
+
+figures: $(VENV)/.installed  ## Write the figures of docs/measurements into the pages, and draw the plots.
+	$(BIN)/python scripts/make_figures.py
+	$(BIN)/python bench/scaling.py draw docs/measurements/scaling.json docs/images
 
 site: $(VENV)/.installed  ## Build the site of docs/ into build/site; `python -m http.server -d build/site` shows it.
 	# The variable silences an advertisement of mkdocs-material for another program.

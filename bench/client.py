@@ -1,6 +1,7 @@
 """Measures how many short texts a second the Python client sends and receives. The server computes nothing.
 
     python bench/client.py [--texts 30000] [--width 384] [--rounds 7] [--against CHECKOUT] [--only METHOD ...]
+                           [--json FILE]
 
 Each round runs `embed` and `stream` of both clients once, in random order. With --against, the client of another
 checkout runs in the same rounds. Figures are medians over rounds. Ratios are computed within a round.
@@ -11,6 +12,7 @@ compare the fastest rounds.
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import random
 import statistics
@@ -26,6 +28,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from harness.machine import describe_run
 
 from encserve_client import AsyncEncoderClient, EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -213,7 +216,7 @@ def compare(options: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print the figures."""
+    """Measure and print the figures, and write the file of --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=30_000)
     parser.add_argument("--width", type=int, default=384, help="numbers in a vector")
@@ -223,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in the same rounds"
     )
     parser.add_argument("--cpu", action="store_true", help="divide by CPU time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     parser.add_argument("--worker", metavar="TARGET", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -238,6 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, figure in (("median", statistics.median), ("fastest", max)):
         figures = [figure(found) for found in ours]
         print(f"slowest / fastest method, without async inputs, {name} rounds: {min(figures) / max(figures):.2f}")
+    if options.json:
+        entries = [{"checkout": side, "method": method, "texts_per_second": it} for (side, method), it in rates.items()]
+        report = describe_run() | {"texts": options.texts, "rounds": options.rounds, "methods": entries}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the CPU seconds and the memory of an export.
 
-    python bench/export_memory.py [--size base|large] [--route ROUTE ...] [--precision PRECISION ...]
+    python bench/export_memory.py [--size base|large ...] [--route ROUTE ...] [--precision PRECISION ...] [--json FILE]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
 process. The measured memory is the peak memory minus the memory after the imports. The peak comes from the Linux kernel
@@ -11,6 +11,7 @@ bound, the exit status is 1.
 """
 
 import argparse
+import json
 import multiprocessing
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+
+from harness.machine import describe_run
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
@@ -110,27 +113,50 @@ def measure_export(route: str, precision: str, source: Path) -> tuple[float, flo
         return process.submit(_measure, route, precision, source, Path(models)).result()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every export, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--route", nargs="+", choices=ROUTES, default=ROUTES)
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    options = parser.parse_args(arguments)
-    exceeded = False
+def measure_size(
+    size: str, routes: Sequence[str], precisions: Sequence[str]
+) -> tuple[float, list[dict[str, str | float]]]:
+    """Measure the exports of one size, and print a table.
+
+    Return the MB of the float32 weights, and an entry for each export.
+    """
+    found: list[dict[str, str | float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        weights_mb = write_sources(options.size, Path(folder)) / 1e6
-        bound_mb = BOUND_OF_WEIGHTS * weights_mb + BOUND_MB
-        print(f"BERT-{options.size}: {weights_mb:,.0f} MB of float32 weights; the bound is {bound_mb:,.0f} MB\n")
+        weights_mb = write_sources(size, Path(folder)) / 1e6
+        print(f"BERT-{size}: {weights_mb:,.0f} MB of float32 weights; the bound is {bound_mb(weights_mb):,.0f} MB\n")
         print("| route | precision | CPU seconds | peak minus imports, MB | ratio to weights |\n|---|---|---|---|---|")
-        for route in options.route:
-            for precision in options.precision:
+        for route in routes:
+            for precision in precisions:
                 seconds, peak_mb = measure_export(route, precision, Path(folder))
-                exceeded |= peak_mb > bound_mb
                 cells = route, precision, f"{seconds:.0f}", f"{peak_mb:,.0f}", f"{peak_mb / weights_mb:.1f}"
                 print(f"| {' | '.join(cells)} |", flush=True)
-    if exceeded:
-        sys.exit(f"an export took more than {bound_mb:,.0f} MB of memory; see the table")
+                entry = {"size": size, "route": route, "precision": precision}
+                found.append(entry | {"cpu_seconds": seconds, "peak_mb": peak_mb})
+    return weights_mb, found
+
+
+def bound_mb(weights_mb: float) -> float:
+    """Return the largest allowed memory of an export, in MB."""
+    return BOUND_OF_WEIGHTS * weights_mb + BOUND_MB
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every export, print a table for each size, and write the file of --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["base"])
+    parser.add_argument("--route", nargs="+", choices=ROUTES, default=ROUTES)
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    options = parser.parse_args(arguments)
+    report: dict[str, Any] = describe_run() | {"weights_mb": {}, "exports": []}
+    for size in options.size:
+        report["weights_mb"][size], found = measure_size(size, options.route, options.precision)
+        report["exports"] += found
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    for entry in report["exports"]:
+        if entry["peak_mb"] > (bound := bound_mb(report["weights_mb"][entry["size"]])):
+            sys.exit(f"an export took more than {bound:,.0f} MB of memory; see the table")
 
 
 if __name__ == "__main__":

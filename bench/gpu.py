@@ -30,7 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from harness.agreement import lowest_cosine
-from harness.machine import describe_machine
+from harness.machine import describe_run
 from harness.rounds import Measurement, Side, measure, ratios
 from harness.workload import TokenIds, choose_lengths, random_workload, read_newest, windows
 from rich.console import Console
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     options = parser.parse_args(arguments)
     bundles = [read_newest(options.model_repository, model) for model in options.model or [None]]
-    content: dict[str, Any] = {"machine": describe_machine()}
+    content: dict[str, Any] = describe_run()
 
     def save(part: str, found: Mapping[Setting, Sequence[Measurement]]) -> None:
         content[part] = [

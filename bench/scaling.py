@@ -4,9 +4,9 @@
     python bench/scaling.py draw FILE FOLDER
 
 `measure` starts servers, calls them with the load generator of `encserve bench`, and writes all numbers to FILE. FILE
-is JSON. A part is a list of points, for example one point for each number of callers. Each round measures every point
-once, in random order. Parts of an existing FILE stay, unless they are measured again. `draw` makes the plots of
-docs/explanation/performance.md.
+is JSON. A part is a list of points, for example one point for each number of callers. The entry `runs` has the commit,
+date, command and machine of each part. Each round measures every point once, in random order. Parts of an existing FILE
+stay, unless they are measured again. `draw` makes the plots of docs/explanation/performance.md.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from harness.command import console
 from harness.load import CALLERS, call_server
-from harness.machine import describe_machine
+from harness.machine import describe_run
 from harness.meter import Meter
 from real_server import RealServer, real_server
 
@@ -324,7 +324,7 @@ def measure(
     for name in only or [part for part in PARTS if part not in LONG]:
         console.print(f"[bold]{name}[/]")
         found[name] = PARTS[name](Bench(model_repository, model, rounds, seconds, seed))
-        found.setdefault("machine", {})[name] = describe_machine() | {"rounds": rounds, "seconds": seconds}
+        found.setdefault("runs", {})[name] = describe_run() | {"rounds": rounds, "seconds": seconds}
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from encserve_server.types.bundles import Bundle
-from harness.machine import PACKAGES, OtherWork, describe_machine, load_average
+from harness.machine import PACKAGES, OtherWork, describe_run, load_average, portable
 from harness.report import Found, Ratios, Target, print_report, summarize, warnings
 from harness.rounds import Measurement, Patience, Side, measure
 from harness.workload import Workload
@@ -58,9 +58,9 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload) -> None:
         """Read the load of the machine before the sides start. Print the model, the machine and the workload."""
         self.options, self.bundle, self.workload = options, bundle, workload
-        self._load_before, self._machine, self._other_work = load_average(), describe_machine(), OtherWork()
+        self._load_before, self._run, self._other_work = load_average(), describe_run(), OtherWork()
         lengths = sorted(workload.lengths)
-        machine = self._machine
+        machine = self._run["machine"]
         console.print(
             f"{bundle.name}@{bundle.version} ({bundle.graph.precision}), {bundle.n_layers} × {bundle.d_model}"
         )
@@ -82,10 +82,10 @@ class Comparison:
         """Return all numbers, for `print_report` and --json. `more` has the entries that only some programs have."""
         return {
             "model": {name: getattr(self.bundle, name) for name in ("name", "version", "fingerprint")},
-            "machine": self._machine,
+            **self._run,
             "load_average": {"before": self._load_before, "after": load_average()},
             "used_by_others": self._other_work.share(),
-            "options": {name: str(value) for name, value in vars(self.options).items()},
+            "options": {name: portable(value) for name, value in vars(self.options).items()},
             "workload": {"sequences": len(self.workload.sequences), "tokens": self.workload.tokens},
             "warnings": warnings(self._load_before, found),
             "sides": summarize(sides, found),

@@ -1,21 +1,55 @@
-"""Describes the CPUs of this machine, and measures the CPU use of processes."""
+"""Describes a run of a benchmark and the CPUs of this machine, and measures the CPU use of processes."""
 
 import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from encserve_server.system.cpus import usable_cpus
 
+ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
 # Instruction sets that determine the speed of a matrix product.
 MATRIX_FLAGS = re.compile(r"avx2|fma|avx512(f|_bf16|_fp16|_vnni)|avx_vnni|amx_\w+|asimd\w*|sve\w*|i8mm|bf16")
 # Indices in the first line of /proc/stat: user, nice, system, steal. The time of interrupts is left out, because the
 # benchmark's own loopback connections cause interrupts.
 BUSY_FIELDS = (0, 1, 2, 7)
+
+
+def describe_run() -> dict[str, Any]:
+    """Return the commit of this checkout, the date, the command of this process, and the machine.
+
+    The commit ends in "-dirty" if tracked files differ from the commit. It is "unknown" without git.
+    """
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["python", *map(portable, sys.argv)]),
+        "machine": describe_machine(),
+    }
+
+
+def portable(argument: object) -> str:
+    """Return an argument without the folders of this machine: an absolute path becomes relative, or only a name."""
+    path = Path(str(argument))
+    if not path.is_absolute():
+        return str(argument)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def describe_machine() -> dict[str, Any]:

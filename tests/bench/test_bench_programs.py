@@ -68,6 +68,15 @@ def figures(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
+def check_description(run: Any) -> None:
+    """A report names the commit, the date, the command and the machine, without folders of this machine."""
+    assert re.fullmatch(r"[0-9a-f]{8,}(-dirty)?|unknown", run["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", run["date"])
+    assert run["command"].startswith("python ")
+    assert run["machine"]["cpus"] >= 1
+    assert not re.findall(r"(?<![\w.])/\w+", " ".join([run["command"], *run.get("options", {}).values()]))
+
+
 def test_compare_runs_every_side_and_another_checkout(
     models: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +98,7 @@ def test_compare_runs_every_side_and_another_checkout(
     assert found["sides"][CEILING]["ratio_to_ceiling"]["median"] == 1
     assert found["sides"][MANY]["server_cpu_ms"]["median"] > 0
     assert set(found["ratios"]) == ours
+    check_description(found)
     assert "ratio to ceiling" in capsys.readouterr().out
 
 
@@ -141,9 +151,15 @@ def test_rerank_makes_a_model_and_compares_every_side(tmp_path: Path, monkeypatc
     assert [it["bound"] for it in found["targets"]] == ["≥ 0.93", "≥ 2", "≥ 0.93", "≥ 2", "≤ 2"]
 
 
-def test_client_compares_its_methods_with_another_checkout(capsys: pytest.CaptureFixture[str]) -> None:
-    checkout = Path(client.__file__).parent.parent
-    client.main(["--texts", "500", "--width", "8", "--rounds", "1", "--against", str(checkout)])
+def test_client_compares_its_methods_with_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout, file = Path(client.__file__).parent.parent, tmp_path / "found.json"
+    command = ["--texts", "500", "--width", "8", "--rounds", "1", "--against", str(checkout), "--json", str(file)]
+    client.main(command)
+    found = figures(file)
+    check_description(found)
+    names = [(it["checkout"], it["method"]) for it in found["methods"]]
+    assert sorted(names) == sorted((it, method) for it in ("here", "against") for method in client.METHODS)
+    assert all(len(it["texts_per_second"]) == 1 for it in found["methods"])
     output = capsys.readouterr().out
     assert output.count("here / against") == len(client.METHODS)
     assert len(re.findall(r"slowest / fastest .*: [01]\.\d\d", output)) == 2
@@ -164,7 +180,9 @@ def test_scaling_measures_parts_keeps_the_others_and_draws(
         command += ["--only", part]
     assert CliRunner().invoke(scaling.main, command, catch_exceptions=False).exit_code == 0
     found = figures(file)
-    assert set(found) == {"other", "machine", *scaling.PARTS}
+    assert set(found) == {"other", "runs", *scaling.PARTS}
+    for part in scaling.PARTS:
+        check_description(found["runs"][part])
     for part in ("sequence_tokens", "batch_tokens", "callers", "threads"):
         assert all(point["tokens_per_second"] > 0 for point in found[part])
     assert 0 < found["load"][0]["p50_seconds"] <= found["load"][0]["p99_seconds"]
@@ -180,6 +198,7 @@ def test_gpu_measures_budgets_and_lanes(tiny: Path, tmp_path: Path, capsys: pyte
     command = [str(tiny), "--model", "one", "--model", "two", "--device", "cpu", "--sequences", "40", "--rounds", "2"]
     gpu.main([*command, "--budgets", "64", "128", "--lanes", "1", "2", "--json", str(tmp_path / "found.json")])
     found = figures(tmp_path / "found.json")
+    check_description(found)
     settings = {(it["model"], it["budget"]) for it in found["budget"]}
     assert settings == {(model, budget) for model in ("one@1", "two@1") for budget in (64, 128)}
     assert [(it["model"], it["lanes"]) for it in found["lanes"]] == [
@@ -189,13 +208,17 @@ def test_gpu_measures_budgets_and_lanes(tiny: Path, tmp_path: Path, capsys: pyte
 
 
 def test_export_memory_measures_every_route(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     monkeypatch.setitem(export_memory.SIZES, "base", small)
     monkeypatch.setattr(export_memory, "BOUND_MB", 0)
+    file = tmp_path / "found.json"
     with pytest.raises(SystemExit, match=r"an export took more than \d+ MB"):
-        export_memory.main(["--precision", "float32"])
+        export_memory.main(["--precision", "float32", "--json", str(file)])
+    found = figures(file)
+    check_description(found)
+    assert [(it["size"], it["route"]) for it in found["exports"]] == [("base", it) for it in export_memory.ROUTES]
     rows = re.findall(r"^\| (\w+) \| float32 \| \d+ \| ([\d,]+) \|", capsys.readouterr().out, re.MULTILINE)
     assert [route for route, _ in rows] == list(export_memory.ROUTES)
     assert all(int(peak) > 3 for _, peak in rows)
