@@ -220,7 +220,11 @@ def plan_messages(
 
 
 class MessageBuilder:
-    """Groups the inputs of a call into messages within the limits."""
+    """Groups the inputs of a call into messages within the limits.
+
+    Attributes:
+        is_full: Whether the message has the largest allowed number of inputs.
+    """
 
     def __init__(self, template: pb.EncodeRequest | pb.TokenizeRequest, limits: Limits) -> None:
         """Create a builder. `template` is a request without inputs."""
@@ -231,16 +235,12 @@ class MessageBuilder:
         self._indices: list[int] = []
         self._tokens = 0
         self._request_bytes = 0
+        self.is_full = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no input was added since the last message."""
         return not self._packed
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the message has the largest allowed number of inputs."""
-        return len(self._packed) >= self._limits.max_sequences
 
     def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. If the input begins a new message, return the previous message.
@@ -254,13 +254,14 @@ class MessageBuilder:
         if (
             self._tokens + tokens > limits.max_tokens
             or self._request_bytes + request_bytes > limits.max_request_bytes
-            or len(self._packed) >= limits.max_sequences
+            or self.is_full
         ):
             full = self.flush()
         self._packed.append(packed if self._field == "inputs" else packed.text)
         self._indices.append(index)
         self._tokens += tokens
         self._request_bytes += request_bytes
+        self.is_full = len(self._packed) >= limits.max_sequences
         return full
 
     def flush(self) -> Message | None:
@@ -268,7 +269,7 @@ class MessageBuilder:
         if not self._packed:
             return None
         message = Message(request_like(self._template, self._packed), self._indices)
-        self._packed, self._indices, self._tokens, self._request_bytes = [], [], 0, 0
+        self._packed, self._indices, self._tokens, self._request_bytes, self.is_full = [], [], 0, 0, False
         return message
 
 

@@ -163,7 +163,7 @@ class Stream:
             yield result
             if inputs is None:
                 self._allow_reads()
-            elif self._may_read:
+            elif not self._source.inputs_ended:  # the yielded result left room for one input
                 self._read_one(inputs)
             if self._has_work(due):
                 break
