@@ -1,6 +1,7 @@
 """Tests of large calls, in all protocols: a call in parts gets the same reply as a call in one piece."""
 
 import asyncio
+import gc
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.protocols.encserve import codec
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as triton
+from encserve_server.types.sequences import TokenSequence
 
 MANY = 2048
 # A call has at most two parts in the queue at a time. A part has at most 1,024 tokens, an eighth of the queue.
@@ -140,6 +142,26 @@ async def test_an_error_in_parts_equals_the_error_in_one_piece(
             cut_into_small_parts(patch)
             assert await reply_of(server, request) == whole
     await until(lambda: server.held_bytes() == 0)
+
+
+@pytest.mark.parametrize("at", [0, 5, 10])
+async def test_a_failed_call_in_parts_leaves_nothing_in_memory(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The memory of the call is freed without the cycle collector, because the server runs the collector rarely."""
+    server = await start_server()
+    server.engine.nan_id = 9
+    cut_into_small_parts(monkeypatch)
+    inputs = [[7]] * 11
+    inputs[at] = [9]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await refusal(server.encode(*inputs))).reason == "INFERENCE_FAILED"
+        await until(lambda: not any(type(it) is TokenSequence for it in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("output", ["rows", "sparse", "multi_vector", "embedding"])

@@ -106,9 +106,7 @@ class PartedCall:
             while self._running:
                 await self._finish_oldest()
         finally:
-            for task in self._running:  # another part has failed, or the caller has disconnected
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._cancel_running()  # another part has failed, or the caller has disconnected
         if reply.plan.has_sparse:
             self._count_sparse()
 
@@ -156,6 +154,15 @@ class PartedCall:
             self._hold(sparse_bytes)
             self._sparse_bytes += sparse_bytes
             self._check_size()
+
+    async def _cancel_running(self) -> None:
+        # A failed task must not stay in `_running`. A reference cycle would result: error, stack frames, this call,
+        # task, error. The cycle would keep the memory of a failed call until the garbage collector runs.
+        running = list(self._running)
+        self._running.clear()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
         """Run sequences. Return the size of their sparse weights in the reply, in bytes."""
