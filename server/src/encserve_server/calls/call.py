@@ -424,7 +424,8 @@ class Call:
     ) -> EncodeReply:
         """Compute the outputs of an encode call. For the arguments and the errors see `encode`."""
         span, sender = self.span, self._sender(request.priority)
-        model.check_share(sender)
+        if sender is not ANY_SENDER:  # only named callers and bulk calls have shares
+            model.check_share(sender)
         if self.is_of_stream and self._access is not None:  # other calls were checked on arrival
             self._access.check_rate()
         if more_bytes:

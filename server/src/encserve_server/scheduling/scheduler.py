@@ -284,7 +284,8 @@ class Scheduler:
         self._check_ready()
         if cost > self._limits.max_queue_tokens:
             self._refuse_size(sequences, cost)
-        self.check_share(sender, cost)
+        if sender is not ANY_SENDER:  # only named callers and bulk calls have shares
+            self.check_share(sender, cost)
         self._check_room(cost, self._pending.cost, sender.priority)
         now = self._clock.now()
         if deadline <= now:

@@ -248,7 +248,7 @@ def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Buffer
         l2_normalized=reply.plan.unit[i],
         data_type=_DATA_TYPE_NAMES[output.data_type],
         width=reply.plan.widths[i],
-        lengths=[len(array) for array in arrays],
+        lengths=list(map(len, arrays)),
     )
     data = [array.data.cast("B") for array in arrays if array.size]
     return [tensor.SerializeToString(), *field(_DATA, data), *(field(_INDICES, indices) if indices else ())]
