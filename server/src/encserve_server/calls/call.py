@@ -430,7 +430,8 @@ class Call:
             self._access.check_rate()
         if more_bytes:
             self.hold(more_bytes)
-        request = model.join_pairs(request)
+        if model.takes_pairs_only:
+            request = model.join_pairs(request)
         end = first_piece(request.inputs)
         reply = await model.prepare(request, span, sender, end=end)
         estimated = reply.estimated_bytes
@@ -509,7 +510,7 @@ class Call:
         if len(data) > limit:  # the estimate was too low; the client would refuse the reply with a less clear error
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
-        model.answered(ended - began, len(data))
+        model.observer.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
         self._calls.budget.add(self._account or self.account, sent - self._held_bytes)
         self._held_bytes = sent

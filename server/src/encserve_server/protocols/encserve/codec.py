@@ -325,7 +325,7 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         score_method=pb.ScoreMethod.Name(score_method(bundle)),
         labels=bundle.scores.labels if bundle.scores else (),
         activation=pb.Activation.Name(bundle.scores.activation if bundle.scores else 0),
-        takes_pairs_only=bundle.template is not None and bundle.template.between is not None,
+        takes_pairs_only=model.takes_pairs_only,
     )
 
 
