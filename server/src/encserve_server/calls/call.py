@@ -437,7 +437,8 @@ class Call:
         estimated = reply.estimated_bytes
         self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply
         self.charge(reply.sequences)
-        if end == len(request.inputs) and runs_at_once(model, reply):
+        inputs = len(request.inputs)
+        if inputs == 1 or (end == inputs and runs_at_once(model, reply)):
             await model.run(reply, self.deadline, span, sender)
             if reply.estimated_bytes > estimated:
                 self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
