@@ -424,18 +424,21 @@ class Call:
     ) -> EncodeReply:
         """Compute the outputs of an encode call. For the arguments and the errors see `encode`."""
         span, sender = self.span, self._sender(request.priority)
-        model.check_share(sender)
+        if sender is not ANY_SENDER:  # only named callers and bulk calls have shares
+            model.check_share(sender)
         if self.is_of_stream and self._access is not None:  # other calls were checked on arrival
             self._access.check_rate()
         if more_bytes:
             self.hold(more_bytes)
-        request = model.join_pairs(request)
+        if model.takes_pairs_only:
+            request = model.join_pairs(request)
         end = first_piece(request.inputs)
         reply = await model.prepare(request, span, sender, end=end)
         estimated = reply.estimated_bytes
         self.hold(round(estimated * (1 + growth)))  # the outputs, and the reply
         self.charge(reply.sequences)
-        if end == len(request.inputs) and runs_at_once(model, reply):
+        inputs = len(request.inputs)
+        if inputs == 1 or (end == inputs and runs_at_once(model, reply)):
             await model.run(reply, self.deadline, span, sender)
             if reply.estimated_bytes > estimated:
                 self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
@@ -508,7 +511,7 @@ class Call:
         if len(data) > limit:  # the estimate was too low; the client would refuse the reply with a less clear error
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(RequestField.INPUTS), problem)
-        model.answered(ended - began, len(data))
+        model.observer.answered(ended - began, len(data))
         sent = len(data) * self._method.reply_copies
         self._calls.budget.add(self._account or self.account, sent - self._held_bytes)
         self._held_bytes = sent

@@ -78,7 +78,6 @@ class Catalog:
             ModelNotFound: No model has this name.
             PermissionDenied: The caller may not use the model.
         """
-        self.check_loaded()
         own = name or self._default_name
         if own not in self._default_version:
             own, _ = self._other_name(own, "", allowed)
@@ -110,7 +109,6 @@ class Catalog:
             FingerprintMismatch: The model has another fingerprint.
             SpaceMismatch: The model has another space_id, or none.
         """
-        self.check_loaded()
         name = name or self._default_name
         if name not in self._default_version:
             name, version = self._other_name(name, version, visible)
@@ -150,8 +148,10 @@ class Catalog:
         """Return the name and version of the model behind an alias or a hub's name.
 
         Raises:
+            NotReady: The models are still being loaded.
             ModelNotFound: No model has this name.
         """
+        self.check_loaded()  # before the first models are published, every name arrives here
         found, _, alias_version = (self._aliases.get(name) or self._hub_names.get(name, "")).partition("@")
         if not found and self._accept_any_name and len(self._default_version) == 1:
             return self._default_name, ""

@@ -27,9 +27,11 @@ _ROOM_SECONDS = 30.0
 
 
 def runs_at_once(model: ServedModel, reply: EncodeReply) -> bool:
-    """Return whether a prepared call costs at most as much as two parts, and so runs without parts. Most calls do."""
-    sequences = reply.sequences
-    return len(sequences) == 1 or sum([it.cost for it in sequences]) <= _PARTS_AT_ONCE * _most_cost(model)
+    """Return whether a prepared call costs at most as much as two parts, and so runs without parts. Most calls do.
+
+    A call with one input needs no check: an input is never cut into parts.
+    """
+    return sum([it.cost for it in reply.sequences]) <= _PARTS_AT_ONCE * _most_cost(model)
 
 
 def _most_cost(model: ServedModel) -> int:

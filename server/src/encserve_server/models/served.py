@@ -34,7 +34,7 @@ from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.treatment import CallPlanner, EncodeCall
-from encserve_server.outputs import ModelOutputs, OutputPlan, check_output_count, static_weights
+from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, static_weights, too_many_outputs
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
@@ -184,7 +184,12 @@ class InspectReply:
 
 
 class ServedModel:
-    """One loaded model: checks a call, tokenizes its texts, and schedules its sequences."""
+    """One loaded model: checks a call, tokenizes its texts, and schedules its sequences.
+
+    Attributes:
+        observer: Receives the events of the model. Call its methods on the event loop.
+        takes_pairs_only: Whether the model's template joins both texts of a pair.
+    """
 
     def __init__(
         self,
@@ -203,13 +208,14 @@ class ServedModel:
     ) -> None:
         """Set the parts, all from the same bundle. Without `inspect_lane`, the model cannot be inspected."""
         self.bundle = bundle
+        self.takes_pairs_only = bundle.template is not None and bundle.template.between is not None
         self.tokenizer = tokenizer
         self.outputs = outputs
         self._scheduler = scheduler
         self.engine_info = engine_info
         self.limits = limits
         self._clock = clock
-        self._observer = observer
+        self.observer = observer
         self._inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # the function is called only when /metrics is read
@@ -246,10 +252,6 @@ class ServedModel:
         """Return the reason why the model is not ready; empty if the model is ready."""
         return self._scheduler.not_ready_reason()
 
-    def answered(self, encode_seconds: float, response_bytes: int) -> None:
-        """Count a reply, with its build time in seconds and its size in bytes. Call this on the event loop."""
-        self._observer.answered(encode_seconds, response_bytes)
-
     def check_counts(self, inputs: int, outputs: int = 1, spans: int = 0) -> None:
         """Check the counts of a call before its contents are copied, and check that the scheduler accepts calls.
 
@@ -265,23 +267,22 @@ class ServedModel:
             ResponseTooLarge: The vectors of the spans alone are over the limit of a reply.
         """
         self._check_number(inputs)
-        check_output_count(outputs)
+        if outputs > MAX_OUTPUTS:
+            raise too_many_outputs(outputs)
         if spans:
             self._reply_size.check_spans(spans)
         if not self._has_tables:  # a table answers even if the engine fails
             self._scheduler.check_open()
 
     def join_pairs(self, call: EncodeCall) -> EncodeCall:
-        """Mark the pairs of a call as joined, if the model's template joins both texts of a pair.
+        """Mark the pairs of a call as joined. Call this only if the model takes pairs only.
 
         A few documents with one long query then become much text, so all pairs together have a limit.
 
         Raises:
             RequestTooLarge: The joined pairs have more than `max_request_bytes` characters.
         """
-        template, most = self.bundle.template, self.limits.max_request_bytes
-        if template is None or template.between is None:
-            return call
+        most = self.limits.max_request_bytes
         inputs = [it._replace(is_joined=True) if isinstance(it, SentPair) else it for it in call.inputs]
         joined = sum(it.size for it in inputs if isinstance(it, SentPair))
         if joined > most:
@@ -542,7 +543,7 @@ class ServedModel:
         finally:
             if is_text(inputs[0]) or any(is_text(it) for it in inputs):
                 ended = self._clock.now()
-                self._observer.tokenized(ended - began)
+                self.observer.tokenized(ended - began)
                 if span is not None:
                     span.stage("tokenize", began, ended)
         if span is not None:

@@ -37,7 +37,7 @@ def run_batch(engine: Engine, compute_outputs: ComputeOutputs, batch: Batch) -> 
     inputs = [it.input for it in batch.sequences]
     attended = [it.attended for it in batch.sequences]
     second_starts = [it.second_start for it in batch.sequences]
-    lengths = [len(it) for it in inputs]
+    lengths = list(map(len, inputs))
     padded = len(lengths), max(lengths)
     try:
         result = engine.run(

@@ -199,7 +199,8 @@ class Scheduler:
             QueueFull: The queue is full.
             EngineUnhealthy: The engine fails for all calls.
         """
-        self._check_ready()
+        if reason := self.not_ready_reason():
+            raise _unavailable(reason)
         queued = self._pending.cost
         if self._admission.is_closed(queued):
             self._check_room(None, queued)
@@ -281,10 +282,12 @@ class Scheduler:
     ) -> Ticket:
         """Queue all sequences of a call, or refuse the call."""
         cost = sum([it.cost for it in sequences])
-        self._check_ready()
+        if reason := self.not_ready_reason():
+            raise _unavailable(reason)
         if cost > self._limits.max_queue_tokens:
             self._refuse_size(sequences, cost)
-        self.check_share(sender, cost)
+        if sender is not ANY_SENDER:  # only named callers and bulk calls have shares
+            self.check_share(sender, cost)
         self._check_room(cost, self._pending.cost, sender.priority)
         now = self._clock.now()
         if deadline <= now:
@@ -300,10 +303,6 @@ class Scheduler:
             self._pending.add(ticket)
             self._lanes.wake()
         return ticket
-
-    def _check_ready(self) -> None:
-        if reason := self.not_ready_reason():
-            raise _unavailable(reason)
 
     def _refuse_size(self, sequences: Sequence[TokenSequence], cost: int) -> None:
         """Refuse a sequence that is larger than the queue. Larger calls were already split into parts."""

@@ -1,7 +1,7 @@
 """The choices in a request: outputs, tasks, data types, units and details."""
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -32,30 +32,32 @@ class Task(IntEnum):
 
 
 class DataType(IntEnum):
-    """The data type of an output. The protobuf enum of the same name has the same values."""
+    """The data type of an output. The protobuf enum of the same name has the same values.
 
-    FLOAT32 = 1
-    FLOAT16 = 2
-    BINARY = 3  # one bit for each number: 1 if the number is above 0
-    INT8 = 4  # for rows of norm 1; see `outputs.rows.quantized`
+    Attributes:
+        dtype: The NumPy dtype, always little-endian. BINARY has the dtype of the packed bytes.
+        bits: The number of bits of a number.
+    """
 
-    @property
-    def dtype(self) -> np.dtype[np.floating[Any] | np.uint8 | np.int8]:
-        """The NumPy dtype, always little-endian. BINARY has the dtype of the packed bytes."""
-        return _DTYPES[self]
+    FLOAT32 = 1, "<f4", 32
+    FLOAT16 = 2, "<f2", 16
+    BINARY = 3, "u1", 1  # one bit for each number: 1 if the number is above 0
+    INT8 = 4, "i1", 8  # for rows of norm 1; see `outputs.rows.quantized`
+
+    dtype: np.dtype[np.floating[Any] | np.uint8 | np.int8]
+    bits: int
+
+    def __new__(cls, value: int, dtype: str, bits: int) -> Self:
+        """Set the attributes of a member."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.dtype = np.dtype(dtype)
+        member.bits = bits
+        return member
 
     def row_bytes(self, width: int) -> int:
         """Return the size in bytes of a row of `width` numbers."""
-        return (width * _BITS[self] + 7) // 8
-
-
-_DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8 | np.int8]] = {
-    DataType.FLOAT32: np.dtype("<f4"),
-    DataType.FLOAT16: np.dtype("<f2"),
-    DataType.BINARY: np.dtype(np.uint8),
-    DataType.INT8: np.dtype(np.int8),
-}
-_BITS = (0, 32, 16, 1, 8)  # bits of a number, indexed by the value of the data type
+        return (width * self.bits + 7) // 8
 
 
 class OffsetUnit(IntEnum):

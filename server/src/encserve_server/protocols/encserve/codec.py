@@ -248,7 +248,7 @@ def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Buffer
         l2_normalized=reply.plan.unit[i],
         data_type=_DATA_TYPE_NAMES[output.data_type],
         width=reply.plan.widths[i],
-        lengths=[len(array) for array in arrays],
+        lengths=list(map(len, arrays)),
     )
     data = [array.data.cast("B") for array in arrays if array.size]
     return [tensor.SerializeToString(), *field(_DATA, data), *(field(_INDICES, indices) if indices else ())]
@@ -325,7 +325,7 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         score_method=pb.ScoreMethod.Name(score_method(bundle)),
         labels=bundle.scores.labels if bundle.scores else (),
         activation=pb.Activation.Name(bundle.scores.activation if bundle.scores else 0),
-        takes_pairs_only=bundle.template is not None and bundle.template.between is not None,
+        takes_pairs_only=model.takes_pairs_only,
     )
 
 
