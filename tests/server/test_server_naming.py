@@ -121,7 +121,7 @@ def test_the_values_of_encserve(name: Naming) -> None:
 
     `Task.NEITHER` is TASK_UNSPECIFIED.
     """
-    enums = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
+    enums: dict[Any, Any] = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
     for ours, theirs in enums.items():
         assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
 
