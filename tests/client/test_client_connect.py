@@ -234,7 +234,7 @@ def test_targets_without_a_proxy(
 
 
 async def test_no_server(caller: Caller) -> None:
-    """A server that has never answered is retried for two seconds. The error has the cause and an advice."""
+    """A server that has never answered is retried for two seconds. The error has the cause and advice."""
     text = await error_of(caller, f"localhost:{free_port()}", retry=RetryPolicy(initial_backoff_seconds=0.5))
     assert "no encserve server here: connection refused. Start one, or set the target (target=, --target or EN" in text
     assert text.endswith("(sent 3 times)")
@@ -359,7 +359,7 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
 
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_a_client_cannot_be_pickled(client: Any) -> None:
-    """Ray and multiprocessing pickle the clients that a function uses. The error has an advice."""
+    """Ray and multiprocessing pickle the clients that a function uses. The error has advice."""
     text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a new client in the function"
     for settings in ({}, {"tls": Tls()}):
         with pytest.raises(TypeError, match=text):

@@ -66,7 +66,7 @@ def deliver(connection: Connection, data: bytes) -> None:
 
 
 async def test_a_read_of_a_connection_is_bounded() -> None:
-    """The event loop reads a large body in parts, and other connections between the parts."""
+    """The event loop reads a large body in parts. Between the parts, it reads from other connections."""
     connection, _ = connected()
     assert len(connection.get_buffer(2**20)) == TURN_BYTES
 
@@ -364,7 +364,8 @@ async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
     assert (await decoding).inputs == inputs
     assert turns > len(body) / 80_000
     assert sum(held) > len(body)
-    assert max(held) < 64 * 1024 * 20  # at first, the largest possible size of an input; later, its real size
+    # The decoder first reserves the largest possible size of an input. Then it corrects this to the real size.
+    assert max(held) < 64 * 1024 * 20
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:

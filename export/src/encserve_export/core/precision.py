@@ -42,11 +42,11 @@ class Bounds:
         padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
         maxsim_error: The largest difference between a MaxSim score and the score of sentence-transformers, divided by
             the best score of the same query.
-        rank_correlation: The least rank correlation (Spearman) between the logits of a bundle and the logits of
-            sentence-transformers over many pairs of texts; None if the errors of logits are limited.
+        rank_correlation: The least Spearman rank correlation between the bundle's logits and those of
+            sentence-transformers, over many pairs of texts. None if the errors of logits are limited.
         attention_error: The largest difference between an attention weight and PyTorch's weight in float64. If cosine
-            similarities are limited, the largest share of attention that moves to other tokens in a block. This share
-            is a mean over heads and tokens.
+            similarities are limited, the number is the largest share of attention that may move to other tokens in a
+            block. This share is a mean over heads and tokens.
     """
 
     error: float | None = None
@@ -82,7 +82,8 @@ def tolerance_for(tolerance: float, float32_error: float) -> float:
 
 # float32: the rows of trained models differ by 1e-7 to 1e-5. A weight scaled by 1.001, a wrong
 # epsilon or another activation changes a row by 1e-4 or more (tested in tests/export/test_export_gates.py). float16:
-# the type has 10 bits after the point. int8: the least cosine similarity of all-MiniLM-L6-v2 is 0.995.
+# the type has 10 fraction bits, so one rounding changes a number by up to 0.05 %. int8: the least cosine similarity of
+# all-MiniLM-L6-v2 is 0.995.
 # docs/how-to/choose-precision.md and docs/explanation/verification.md list these bounds.
 BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),

@@ -216,9 +216,10 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """Return the similarity function that the directory's settings name, or "" without such a setting.
+    """Return the similarity function from the directory's settings.
 
-    Without such a setting, the loaded model has a default. So this function does not read the loaded model.
+    Return "" if the settings have none, or if sentence-transformers does not support the function. The loaded model
+    does not show whether its similarity is a default, so this function reads the settings.
     """
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")

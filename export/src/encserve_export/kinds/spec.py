@@ -143,7 +143,7 @@ class StaticWeights(nn.Module):
 
     Attributes:
         weight: float32 (width,).
-        tokenizer: A parsed tokenizer.json without special tokens around a text.
+        tokenizer: A parsed tokenizer.json. It adds no special tokens to a text.
         files: The names of the tokenizer's file and the weights' file in a bundle, and the token limit of a text.
     """
 

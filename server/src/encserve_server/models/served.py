@@ -86,7 +86,7 @@ class EncodeReply:
     """The reply to a call.
 
     Attributes:
-        sequences: One sequence for each input, in order. The run of the call sets their outputs.
+        sequences: One sequence for each input, in order. `ServedModel.run` sets their outputs.
         plan: The outputs of each sequence.
         detail: The amount of information about each sequence.
         padded: Whether the rows of shorter sequences are padded to the longest sequence.
@@ -104,7 +104,7 @@ class EncodeReply:
     estimated_bytes: int
 
     def seconds(self) -> tuple[float, float]:
-        """Return the longest queue time of a sequence, and the longest run time of a batch with such a sequence."""
+        """Return the longest queue time of the sequences, and the longest run time of their batches."""
         queue, compute = 0.0, 0.0
         for it in self.sequences:
             compute = max(compute, it.compute_seconds)
@@ -277,7 +277,8 @@ class ServedModel:
     def join_pairs(self, call: EncodeCall) -> EncodeCall:
         """Mark the pairs of a call as joined. Call this only if the model takes pairs only.
 
-        A few documents with one long query then become much text, so all pairs together have a limit.
+        The query is repeated before each document. A long query can make much text, so all pairs together have a
+        limit.
 
         Raises:
             RequestTooLarge: The joined pairs have more than `max_request_bytes` characters.

@@ -207,7 +207,7 @@ class CallPlanner:
             problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
             raise InvalidField(FieldPath(RequestField.PROMPT_NAME), problem)
         chosen = settings.prompt_name if name is None else name
-        if not (name or task):  # the default prompt is for texts only, and never refuses other inputs
+        if not (name or task):  # the default prompt is for texts only; without it, other inputs are accepted
             return chosen
         changes = ["adds a prompt to texts"] if bundle.prompts.get(chosen) else []
         if task and settings.expansion:

@@ -58,8 +58,8 @@ class Stopped(Exception):
 class Embedder:
     """A loaded bundle for any number of threads. Call `close` at the end, or use the embedder as a context manager.
 
-    If the engine can run several batches at a time, no batch uses the whole device. So the batches and the results do
-    not depend on timing.
+    If the engine can run several batches at a time, no batch uses the whole device. So a result
+    does not depend on the batches that run at the same time.
 
     Attributes:
         bundle: The loaded bundle.
@@ -329,7 +329,8 @@ def batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
     """Group inputs into batches, from the longest input to the shortest.
 
     Inputs of the same length stay in their order. A batch ends before the input that would exceed a limit. Later inputs
-    are not longer, and would exceed the limit too. An input that alone exceeds a limit gets a separate batch.
+    would exceed the limit too, because they are padded to the same length. An input that alone exceeds a
+    limit gets a separate batch.
 
     Args:
         lengths: The number of tokens of each input, at least 1.

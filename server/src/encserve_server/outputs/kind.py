@@ -67,7 +67,7 @@ class Kind(ABC):
         return self._output(spec, at, task)
 
     def _refuse_cut_and_norm(self, spec: OutputSpec, at: int, reason: str) -> None:
-        """Refuse to cut or to normalize the rows. `reason` says what the kind does, for the error.
+        """Refuse to cut or to normalize the rows. `reason` follows "which" in the error.
 
         Raises:
             InvalidField: A request asks for one of the two.
@@ -116,7 +116,9 @@ class Kind(ABC):
 
     @abstractmethod
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """Compute all outputs of this kind for a batch. Do work that several outputs need only once.
+        """Compute all outputs of this kind for a batch.
+
+        If several outputs need the same work, do this work only once.
 
         `wanted` has no sequence of `batch.failed`. The method adds sequences with invalid rows to `batch.failed`.
         """

@@ -95,9 +95,9 @@ class HealthService:
 class ModelHealth:
     """Updates the health service and the metric `encserve_ready` when the readiness of a model changes.
 
-    "" and the names of services are SERVING while all models are ready. SERVICE is the name of the main service:
-    `SERVICE/MODEL` is the status of one model, for load balancers that route by model. `encserve_ready` is the status
-    of each version.
+    The status of the server (the empty name) and of each service is SERVING while all models are ready.
+    `SERVICE/MODEL` is the status of one model, for load balancers that route by model. SERVICE is the name of the main
+    service. `encserve_ready` is the status of each version.
     """
 
     def __init__(self, service: HealthService, services: Sequence[str], metrics: Metrics) -> None:
