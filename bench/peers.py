@@ -204,7 +204,9 @@ def idle_share() -> float:
 
 
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """Return the targets of all sides that ran. Each peer has two sides: the default and the fastest setting.
+    """Return the targets of all sides that ran.
+
+    A peer has a side for its fastest setting, and one for its default setting if this is another one.
 
     Args:
         found: The measurements.

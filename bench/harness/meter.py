@@ -1,4 +1,4 @@
-"""Reads the metrics page of a server, for the server's own figures of a measurement."""
+"""Reads a server's metrics page: CPU time, tokens, sequences and histograms during a measurement."""
 
 import time
 import urllib.request

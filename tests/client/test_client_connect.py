@@ -182,7 +182,7 @@ async def test_calls_go_through_a_proxy(caller: Caller, service: FakeEncoder, mo
 
 
 async def test_an_error_behind_a_proxy_names_both_addresses(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client does not test the connection itself. The texts of gRPC name the cause."""
+    """The client runs no connection test of its own. gRPC's error names the cause."""
     begin, end = "encoder.invalid:7: through the proxy", "or put the server into NO_PROXY for a direct connection"
     async with ConnectProxy(None) as refusing:
         for address, cause in (("127.0.0.1:1", "Connection refused"), (refusing.address, "403")):

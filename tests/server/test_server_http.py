@@ -25,7 +25,7 @@ OPENAI, TEI = "/v1/embeddings", "/embed"
 
 
 def openai_vectors(response: httpx.Response) -> Any:
-    """Return the vectors of a reply, which has numbers or base64, as (inputs, width) float32."""
+    """Return the vectors of a reply as float32 (inputs, width). The reply has numbers or base64."""
     assert response.status_code == 200, response.text
     data = response.json()["data"]
     assert [it["index"] for it in data] == list(range(len(data)))
@@ -230,7 +230,7 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
 
 
 def spelled(body: Any, name: str) -> bytes:
-    """Return the body as JSON bytes, with this protocol's name for the field INPUTS."""
+    """Return the body as JSON bytes. The field INPUTS gets the name `name`."""
     data: bytes = body if isinstance(body, bytes) else json.dumps(body).encode()
     return data.replace(b"INPUTS", name.encode())
 

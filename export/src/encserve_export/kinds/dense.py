@@ -189,7 +189,7 @@ def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings
 
 
 def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleFacts, ...]:
-    """Return the settings and tensors of modules, which are part of the space_id.
+    """Return the settings and tensors of modules. The space_id depends on them.
 
     Args:
         directory: The directory.
