@@ -120,7 +120,10 @@ def test_tritonclient_over_http(
 
 @pytest.mark.parametrize(("protocol", "streaming"), [("grpc", False), ("grpc", True), ("http", False)])
 def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, streaming: bool) -> None:
-    """Run Triton's load generator. At least 150 requests succeed, and the report has queue times."""
+    """Run Triton's load generator. At least 150 requests succeed, and the report has queue times.
+
+    Four requests are in flight at a time.
+    """
     binaries = python_environment("perf-analyzer")
     analyzer = binaries / "perf_analyzer"
     (library,) = binaries.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
@@ -142,7 +145,9 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     report = run([analyzer, *flags], environment=environment)
     assert "Failed" not in report
     counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
-    assert counts["request"] >= counts["Request"] >= 150  # three measurements with 50 requests each
+    assert counts["Request"] >= 150  # three measurements with 50 requests each
+    # A measurement may begin while the last answers of the server are on their way. The server has counted them before.
+    assert counts["request"] >= counts["Request"] - 3 * 4
     assert "queue" in report
 
 

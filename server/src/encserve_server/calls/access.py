@@ -45,7 +45,7 @@ class CallerAccess:
 
     @property
     def has_rate(self) -> bool:
-        """Whether the caller has a rate."""
+        """Whether the caller has a rate limit."""
         return self._known is not None and self._known.bucket is not None
 
     def identify(self, certificate_names: Callable[[], Collection[CertificateName]], access: Access) -> None:

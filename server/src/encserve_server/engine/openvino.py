@@ -1,4 +1,4 @@
-"""The engine and the heads on OpenVINO: the same ONNX files on the CPU, in float32 or bfloat16."""
+"""Runs a model and its heads with OpenVINO on the CPU. ONNX Runtime and OpenVINO run the same ONNX files."""
 
 import sys
 import time
@@ -147,7 +147,7 @@ def _read(graph: Graph) -> Any:
 
 
 def _table_rows(ids: Any) -> Iterator[int]:
-    """Yield the number of rows of each embedding table that the ids index."""
+    """Yield the number of rows of each embedding table that is read by token id."""
     for target in ids.get_target_inputs():
         node = target.get_node()
         if node.get_type_name() == "Gather" and target.get_index() == 1:

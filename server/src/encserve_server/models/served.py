@@ -43,7 +43,7 @@ from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# After lookups of this many texts in a table of static weights, other calls run.
+# The number of lookups in a table of static weights after which other calls may run.
 _STATIC_TEXTS_AT_ONCE = 16
 
 

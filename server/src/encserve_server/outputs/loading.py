@@ -1,4 +1,4 @@
-"""Loads and tests the heads of a model: the ONNX files that turn rows into vectors or weights."""
+"""Loads and tests the heads of a model: ONNX files that turn rows into vectors, weights or scores."""
 
 from typing import Protocol
 

@@ -48,7 +48,7 @@ class ModelVector(Kind):
         return self._pooling.l2_normalize and output.dimensions in (0, self.width)
 
     def compute(self, batch: BatchRows, wanted: Wanted) -> Mapping[Output, Column]:
-        """Run the head once for each number of skipped tokens."""
+        """Run the head once for all outputs that skip the same number of tokens."""
         columns = {}
         for skipped in dict.fromkeys(output.skipped_tokens for output in wanted):
             alike = {output: places for output, places in wanted.items() if output.skipped_tokens == skipped}

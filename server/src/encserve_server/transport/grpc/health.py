@@ -36,7 +36,7 @@ class HealthService:
     does not read would block the health checks of all callers, and the stop of the server.
 
     Attributes:
-        serving: Whether each name is SERVING. Any thread may read this.
+        serving: For each name of a service or model: whether its status is SERVING. Any thread may read this.
     """
 
     def __init__(self) -> None:
