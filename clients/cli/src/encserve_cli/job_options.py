@@ -122,7 +122,7 @@ _NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options
 def makes_jobs(command: Command, *, without: Sequence[str] = ()) -> Command:
     """Add the options of jobs to a command, except the options `without`.
 
-    The command gets two arguments: the given options of jobs, and all other options, both by name.
+    The command gets two mappings from names to values: the given options of jobs, and all other options.
     """
 
     @functools.wraps(command)

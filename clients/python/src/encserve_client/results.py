@@ -195,8 +195,8 @@ class SequenceInfo:
         token_count: Number of tokens in the model's input, special tokens included.
         original_token_count: Number of tokens before truncation.
         truncated: Whether tokens were cut off.
-        token_ids: int64 ids, special tokens included. Set for texts with detail "tokens", and by `inspect` also for
-            token ids. Otherwise None.
+        token_ids: int64 ids, special tokens included. With detail "tokens", set for texts. `inspect` sets the ids for
+            texts and for token ids. Otherwise None.
         offsets: (token_count, 2) int64: start and end (exclusive) of each token in the text, in the call's
             `offset_unit`; (0, 0) for special tokens. Set for texts. Otherwise None.
         special: bool, True for special tokens. Set for texts, and for token ids with `exclude_special_tokens`.
@@ -326,8 +326,8 @@ class ModelInfo:
         sparse_width: The length of a "sparse" vector, zeros included; 0 without "sparse".
         max_outputs: The largest number of outputs of one call; 0 if unknown. `run` refuses more outputs before any
             input is sent.
-        score_method: How `rank` and `score` compute scores: "labels" for a cross-encoder or a classifier, "vectors",
-            "multi_vectors" or "sparse" for the similarity of vectors. "" if the model computes no scores.
+        score_method: How `rank` and `score` compute scores. "labels": by a cross-encoder or a classifier. "vectors",
+            "multi_vectors" or "sparse": by the similarity of vectors. "" if the model computes no scores.
         labels: The names of the labels, in the order of the scores; empty unless `score_method` is "labels".
         activation: The function that turns logits into scores: "none", "sigmoid" or "softmax"; "" unless `score_method`
             is "labels".
@@ -432,7 +432,8 @@ class InspectResult:
         sequence: The tokens of the input. `sequence.tokens` is set if the model has a tokenizer.
         attention: (layers, n_heads, seq, seq): the attention of each row's token to each column's token. Every row
             sums to 1. None if the call did not ask for attention.
-        attention_layers: The blocks along the first axis of `attention`, from 0.
+        attention_layers: The index of each block along the first axis of `attention`. The first block of the model has
+            the index 0.
         hidden_states: (layers, seq, d_model): one row per token at each depth. None if the call did not ask for
             hidden states.
         hidden_state_layers: The depths along the first axis of `hidden_states`. Depth 0 is the input of the first

@@ -106,8 +106,8 @@ def pull(model: Model, options: ExportOptions, repository: Path, version: str, w
     A finished bundle in the user's cache is copied.
 
     Raises:
-        ValueError: See `prepare`. Or the version exists and is another bundle, the model is a bundle already, or
-            `version` cannot be the name of a folder.
+        ValueError: See `prepare`. Also if the version exists and is another bundle. Also if the model is a bundle
+            already, or `version` cannot be the name of a folder.
         HubError, RuntimeError, OSError, Stopped: See `prepare`.
     """
     check_version(version)
@@ -175,7 +175,7 @@ def _earlier_source(
 
     if isinstance(model, HubModel) and (commit := last_known.recall(model.source)):
         return _Source(model.name, version, _commit_facts(model, options, version, commit), make)
-    # Other errors than OSError are not about the network, such as a URI without a bundle.
+    # Only an OSError can be an error of the network. A URI without a bundle raises ValueError.
     if isinstance(model, RemoteBundle) and isinstance(error, OSError) and (files := last_known.recall(model.uri)):
         return _Source(model.name, model.version, {"uri": model.uri, "files": json.loads(files)}, make)
     return None
@@ -231,7 +231,10 @@ def _exports(
     version: str,
     work: Work,
 ) -> Make:
-    """Return a function that checks, downloads if necessary, and exports a checkpoint. `source` is for the user."""
+    """Return a function that checks, downloads if necessary, and exports a checkpoint.
+
+    `source` names the checkpoint in messages.
+    """
     directory = checkpoint.directory if isinstance(checkpoint, hub.Snapshot) else checkpoint
 
     def make(folder: Path, temporary: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the preparation of a bundle tells its user, and how the user stops the preparation."""
+"""The progress of the preparation of a bundle, and the exception that stops the preparation."""
 
 import shutil
 import sys
@@ -20,10 +20,10 @@ class Stopped(Exception):
 
 
 class Work(Protocol):
-    """Takes the steps of a preparation. Any thread may call the methods."""
+    """Receives the progress of a preparation. Any thread may call the methods."""
 
     def stage(self, text: str, fraction: float | None = None) -> None:
-        """Take the current step. It is called several times a second.
+        """Receive the current step, several times a second.
 
         Args:
             text: The step, such as "downloading 61 of 90 MB".
@@ -34,17 +34,17 @@ class Work(Protocol):
         """
 
     def note(self, line: str) -> None:
-        """Take a line that the user should read."""
+        """Receive a line that the user should read."""
 
     def detail(self, line: str) -> None:
-        """Take a line of the exporter's report."""
+        """Receive a line of the exporter's report."""
 
 
 class ShownWork:
     """Shows a preparation on standard error: a line with a bar on a terminal, otherwise a line every 10 s."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with an empty line. `clock` returns the time in seconds."""
+        """Create a display that shows nothing yet. `clock` returns the time in seconds."""
         self._clock = clock
         self._is_terminal = sys.stderr.isatty()
         self._kind = ""

@@ -76,7 +76,7 @@ def _match(
         }
     products = query.vectors.astype(np.float32) @ document.vectors.astype(np.float32).T  # (query, document)
     largest, best = products.max(axis=1), products.argmax(axis=1)  # (query,)
-    # The columns with the largest product of a row come first. Then come the vectors that are most similar to a query
+    # Choose the column with the largest product of each row. Then choose the vectors that are most similar to a query
     # vector.
     most_similar = np.argsort(-products.max(axis=0), kind="stable").tolist()
     columns = sorted([*dict.fromkeys([*best.tolist(), *most_similar])][: max(MAX_COLUMNS, len(set(best.tolist())))])
