@@ -35,8 +35,8 @@ class ReadOptions:
 
     Attributes:
         input_kind: The kind of every input: a text, token ids, a list of vectors, or a pair of texts.
-        column: The column with the inputs. None means the only column, or "text" if there are several. For pairs: the column with the
-            documents.
+        column: The column with the inputs. None means the only column, or "text" if there are several. For
+            pairs: the column with the documents.
         keep: Other columns to read, as NAME or NAME:TYPE.
         query_column: For pairs: the column with the queries. Otherwise None.
     """
