@@ -12,7 +12,6 @@ compare the fastest rounds.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import random
 import statistics
@@ -28,7 +27,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from harness.machine import describe_run
+from harness.machine import describe_run, write_report
 
 from encserve_client import AsyncEncoderClient, EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         entries = [{"checkout": side, "method": method, "texts_per_second": it} for (side, method), it in rates.items()]
         report = describe_run() | {"texts": options.texts, "rounds": options.rounds, "methods": entries}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(options.json, report)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ bound, the exit status is 1.
 """
 
 import argparse
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from harness.machine import describe_run
+from harness.machine import describe_run, write_report
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
@@ -153,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report["weights_mb"][size], found = measure_size(size, options.route, options.precision)
         report["exports"] += found
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(options.json, report)
     for entry in report["exports"]:
         if entry["peak_mb"] > (bound := bound_mb(report["weights_mb"][entry["size"]])):
             sys.exit(f"an export took more than {bound:,.0f} MB of memory; see the table")

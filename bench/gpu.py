@@ -14,7 +14,6 @@ needs encserve[gpu], or encserve[cpu] for --device cpu.
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from harness.agreement import lowest_cosine
-from harness.machine import describe_run
+from harness.machine import describe_run, write_report
 from harness.rounds import Measurement, Side, measure, ratios
 from harness.workload import TokenIds, choose_lengths, random_workload, read_newest, windows
 from rich.console import Console
@@ -189,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for setting, runs in found.items()
         ]
         if options.json:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+            write_report(options.json, content)
 
     with contextlib.closing(Device(bundles, options.device, options.sequences, options.seed)) as device:
         info = device.engine(next(iter(device.bundles))).info

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from harness.command import console
 from harness.load import CALLERS, call_server
-from harness.machine import describe_run
+from harness.machine import describe_run, write_report
 from harness.meter import Meter
 from real_server import RealServer, real_server
 
@@ -325,7 +325,7 @@ def measure(
         console.print(f"[bold]{name}[/]")
         found[name] = PARTS[name](Bench(model_repository, model, rounds, seconds, seed))
         found.setdefault("runs", {})[name] = describe_run() | {"rounds": rounds, "seconds": seconds}
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        write_report(file, found)
 
 
 @main.command()

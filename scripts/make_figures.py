@@ -169,53 +169,51 @@ def _medians(points: Sequence[Report], by: str, value: str) -> dict[Any, float]:
     return {key: median(it[value] for it in points if it[by] == key) for key in keys}
 
 
-def _points(report: Report, part: str, by: str, head: str, columns: Sequence[Any], rows: Mapping[str, str]) -> str:
-    """Return a table of a part of bench/scaling.py: a column for each point, and a row for each figure."""
+def _shown(field: str, number: float) -> str:
+    """Return a figure of bench/scaling.py in the unit of its row."""
+    if field.endswith("_seconds"):
+        return milliseconds(number)
+    return f"{1000 * number:.2f}" if field.endswith("_seconds_per_call") else f"{number:,.0f}"
+
+
+def _points(
+    report: Report, part: str, by: str, head: str, rows: Mapping[str, str], columns: Sequence[Any] | None = None
+) -> str:
+    """Return a table of a part of bench/scaling.py, and its caption.
+
+    The table has a row for each figure, and a column for each measured point of `columns`; for None, for each point.
+    """
+    known = sorted({point[by] for point in report[part]})
+    shown = known if columns is None else [it for it in columns if it in known]
     cells = []
-    for label, value in rows.items():
-        found = _medians(report[part], by, value)
-        show = milliseconds if value.endswith("_seconds") else "{:,.0f}".format
-        cells.append([label, *(show(found[column]) for column in columns if column in found)])
-    known = {point[by] for point in report[part]}
-    return table([head, *(f"{column:,}" for column in columns if column in known)], cells)
-
-
-def _rounds(run: Report) -> str:
-    return f"{run['rounds']} rounds of {run['seconds']:g} s for each point."
+    for label, field in rows.items():
+        found = _medians(report[part], by, field)
+        cells.append([label, *(_shown(field, found[column]) for column in shown)])
+    run = report["runs"][part]
+    caption = describe(run, f"{run['rounds']} rounds of {run['seconds']:g} s for each point.")
+    return f"{table([head, *(f'{column:,}' for column in shown)], cells)}\n\n{caption}"
 
 
 def callers(report: Report) -> str:
     """Return the table of speed and latency by the number of callers."""
     rows = {"tokens/s": "tokens_per_second", "p50 ms": "p50_seconds", "p99 ms": "p99_seconds"}
-    text = _points(report, "callers", "callers", "callers", _CALLERS, rows)
-    run = report["runs"]["callers"]
-    return f"{text}\n\n{describe(run, _rounds(run))}"
+    return _points(report, "callers", "callers", "callers", rows, _CALLERS)
 
 
 def load(report: Report) -> str:
     """Return the table of latency by load."""
     head = "load, relative to the throughput of 64 callers"
-    text = _points(report, "load", "load", head, _LOADS, {"p50 ms": "p50_seconds", "p99 ms": "p99_seconds"})
-    run = report["runs"]["load"]
-    return f"{text}\n\n{describe(run, _rounds(run))}"
+    return _points(report, "load", "load", head, {"p50 ms": "p50_seconds", "p99 ms": "p99_seconds"}, _LOADS)
 
 
 def calls(report: Report) -> str:
     """Return the table of calls a second of a server that runs no model."""
-    columns = sorted({point["sequences_per_call"] for point in report["front_end"]})
     rows = {
         "calls/s": "calls_per_second",
         "sequences/s": "sequences_per_second",
         "server's CPU time of a call, ms": "server_cpu_seconds_per_call",
     }
-    cells = []
-    for label, value in rows.items():
-        found = _medians(report["front_end"], "sequences_per_call", value)
-        cpu = value.startswith("server_cpu")
-        cells.append([label, *(f"{1000 * it:.2f}" if cpu else f"{it:,.0f}" for it in found.values())])
-    run = report["runs"]["front_end"]
-    text = table(["sequences in a call", *map(str, columns)], cells)
-    return f"{text}\n\n{describe(run, _rounds(run))}"
+    return _points(report, "front_end", "sequences_per_call", "sequences in a call", rows)
 
 
 def memory(report: Report) -> str:
@@ -278,9 +276,9 @@ def text_of(page: str, measurements: Path = MEASUREMENTS) -> str:
 
     def replace(found: re.Match[str]) -> str:
         part = PARTS[found["name"]]
-        files = [measurements / f"{name}.json" for name in part.files]
-        if not all(map(Path.exists, files)):
+        if _absent(part, measurements):
             return found[0]
+        files = (measurements / f"{name}.json" for name in part.files)
         text = part.text(*(json.loads(path.read_text(encoding="utf-8")) for path in files))
         space = "" if part.is_inline else "\n\n"
         return f"{found['begin']}{space}{text}{space}{found['end']}"
@@ -290,9 +288,12 @@ def text_of(page: str, measurements: Path = MEASUREMENTS) -> str:
 
 def missing(page: str, measurements: Path = MEASUREMENTS) -> dict[str, list[str]]:
     """Return the files that a page's parts lack, by the name of the part."""
-    found = {part["name"]: PARTS[part["name"]].files for part in _PART.finditer(page)}
-    absent = {part: [it for it in files if not (measurements / f"{it}.json").exists()] for part, files in found.items()}
+    absent = {found["name"]: _absent(PARTS[found["name"]], measurements) for found in _PART.finditer(page)}
     return {part: files for part, files in absent.items() if files}
+
+
+def _absent(part: Part, measurements: Path) -> list[str]:
+    return [name for name in part.files if not (measurements / f"{name}.json").exists()]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The options, measurement and report that bench/compare.py, bench/bulk.py and bench/peers.py share."""
 
 import argparse
-import dataclasses
-import json
 import signal
 import sys
 import time
@@ -14,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from encserve_server.types.bundles import Bundle
-from harness.machine import PACKAGES, OtherWork, describe_run, load_average, portable
+from harness.machine import PACKAGES, OtherWork, describe_run, load_average, portable, write_report
 from harness.report import Found, Ratios, Target, print_report, summarize, warnings
 from harness.rounds import Measurement, Patience, Side, measure
 from harness.workload import Workload
@@ -115,5 +113,5 @@ def run_comparison(
         f"{load['after']:.2f} after" + ("" if others is None else f"; other processes used {others:.1%} of the CPUs")
     )
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2, default=dataclasses.asdict) + "\n")
+        write_report(options.json, report)
     return report

@@ -1,11 +1,14 @@
 """Describes a run of a benchmark and the CPUs of this machine, and measures the CPU use of processes."""
 
+import dataclasses
+import json
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -34,6 +37,11 @@ def describe_run() -> dict[str, Any]:
         "command": shlex.join(["python", *map(portable, sys.argv)]),
         "machine": describe_machine(),
     }
+
+
+def write_report(file: Path, report: Mapping[str, Any]) -> None:
+    """Write the figures of a run as JSON."""
+    file.write_text(json.dumps(report, indent=1, default=dataclasses.asdict) + "\n")
 
 
 def portable(argument: object) -> str:
