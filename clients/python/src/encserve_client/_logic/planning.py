@@ -220,11 +220,7 @@ def plan_messages(
 
 
 class MessageBuilder:
-    """Groups the inputs of a call into messages within the limits.
-
-    Attributes:
-        is_full: Whether the message has the largest allowed number of inputs.
-    """
+    """Groups the inputs of a call into messages within the limits."""
 
     def __init__(self, template: pb.EncodeRequest | pb.TokenizeRequest, limits: Limits) -> None:
         """Create a builder. `template` is a request without inputs."""
@@ -235,12 +231,16 @@ class MessageBuilder:
         self._indices: list[int] = []
         self._tokens = 0
         self._request_bytes = 0
-        self.is_full = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no input was added since the last message."""
         return not self._packed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the message has the largest allowed number of inputs."""
+        return len(self._packed) >= self._limits.max_sequences
 
     def add(self, index: int, item: Input | SpanInput) -> Message | None:
         """Add the input with this index. If the input begins a new message, return the previous message.
@@ -254,14 +254,13 @@ class MessageBuilder:
         if (
             self._tokens + tokens > limits.max_tokens
             or self._request_bytes + request_bytes > limits.max_request_bytes
-            or self.is_full
+            or len(self._packed) >= limits.max_sequences
         ):
             full = self.flush()
         self._packed.append(packed if self._field == "inputs" else packed.text)
         self._indices.append(index)
         self._tokens += tokens
         self._request_bytes += request_bytes
-        self.is_full = len(self._packed) >= limits.max_sequences
         return full
 
     def flush(self) -> Message | None:
@@ -269,7 +268,7 @@ class MessageBuilder:
         if not self._packed:
             return None
         message = Message(request_like(self._template, self._packed), self._indices)
-        self._packed, self._indices, self._tokens, self._request_bytes, self.is_full = [], [], 0, 0, False
+        self._packed, self._indices, self._tokens, self._request_bytes = [], [], 0, 0
         return message
 
 
