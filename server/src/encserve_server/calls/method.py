@@ -37,11 +37,7 @@ class CallObserver(Protocol):
 
 
 class Method:
-    """One RPC or HTTP route, with the settings for its calls.
-
-    Attributes:
-        is_open: See `Access.is_open`.
-    """
+    """One RPC or HTTP route, with the settings for its calls."""
 
     def __init__(
         self,
@@ -83,5 +79,4 @@ class Method:
         self.answers_while_draining = answers_while_draining
         self.reply_copies = reply_copies
         self.access = access
-        self.is_open = access.is_open
         self.log_name = log_name or name

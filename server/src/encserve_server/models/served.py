@@ -34,7 +34,7 @@ from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.treatment import CallPlanner, EncodeCall
-from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, static_weights, too_many_outputs
+from encserve_server.outputs import ModelOutputs, OutputPlan, check_output_count, static_weights
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
@@ -267,8 +267,7 @@ class ServedModel:
             ResponseTooLarge: The vectors of the spans alone are over the limit of a reply.
         """
         self._check_number(inputs)
-        if outputs > MAX_OUTPUTS:
-            raise too_many_outputs(outputs)
+        check_output_count(outputs)
         if spans:
             self._reply_size.check_spans(spans)
         if not self._has_tables:  # a table answers even if the engine fails

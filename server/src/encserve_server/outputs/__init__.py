@@ -12,7 +12,7 @@ from encserve_server.outputs.spec import (
     MAX_POOLED_VECTORS,
     SPAN_POOLINGS,
     OutputSpec,
-    too_many_outputs,
+    check_output_count,
 )
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "OpenHead",
     "OutputPlan",
     "OutputSpec",
+    "check_output_count",
     "static_weights",
-    "too_many_outputs",
 ]

@@ -19,7 +19,7 @@ from encserve_server.outputs.rows import BatchRows, Column, HasOutputs
 from encserve_server.outputs.scores import LabelScores
 from encserve_server.outputs.spans import Spans
 from encserve_server.outputs.sparse import SparseWeights
-from encserve_server.outputs.spec import MAX_OUTPUTS, SPAN_POOLINGS, OutputSpec, too_many_outputs
+from encserve_server.outputs.spec import SPAN_POOLINGS, OutputSpec, check_output_count
 from encserve_server.outputs.tokens import Tokens
 from encserve_server.types.arrays import OutputArrays
 from encserve_server.types.bundles import Bundle, StaticSparse
@@ -271,8 +271,7 @@ def _by_kind(
 
 def _check_distinct(specs: Sequence[OutputSpec]) -> None:
     """Refuse a call with too many outputs, or with the same output twice."""
-    if len(specs) > MAX_OUTPUTS:
-        raise too_many_outputs(len(specs))
+    check_output_count(len(specs))
     seen: dict[OutputSpec, int] = {}
     for i, spec in enumerate(specs):
         first = seen.setdefault(spec, i)

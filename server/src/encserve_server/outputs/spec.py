@@ -43,8 +43,14 @@ class OutputSpec(NamedTuple):
     span_pooling: OutputKind | None = None
 
 
-def too_many_outputs(count: int) -> TooManyOutputs:
-    """Return the error for a call with more than MAX_OUTPUTS outputs."""
-    return TooManyOutputs(
-        FieldPath(RequestField.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {count}: make more calls"
-    )
+def check_output_count(count: int) -> None:
+    """Refuse a call with too many outputs.
+
+    Raises:
+        TooManyOutputs: The call has more than MAX_OUTPUTS outputs.
+    """
+    if count > MAX_OUTPUTS:
+        raise TooManyOutputs(
+            FieldPath(RequestField.OUTPUTS),
+            f"must be at most {MAX_OUTPUTS} (max_outputs); was {count}: make more calls",
+        )

@@ -6,7 +6,7 @@ https://api.jina.ai/docs
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import orjson
@@ -14,7 +14,6 @@ import orjson
 from encserve_server.calls import Call
 from encserve_server.endpoints.host import Host
 from encserve_server.endpoints.routes import Dialect, Reply, Request, Route
-from encserve_server.errors import InvalidField
 from encserve_server.failures import Failure
 from encserve_server.models.scoring import Scored
 from encserve_server.models.served import ServedModel
@@ -127,7 +126,7 @@ class JinaRoutes:
         fields = await self._any.decode(request.body, call.hold)
         if fields.documents is None:
             return await self._rank_texts(request, fields, call)
-        _refuse_set(fields, ("texts", "return_text"), "documents")
+        scores.refuse_set(fields, ("texts", "return_text"), "documents")
         call.naming = cohere.OF_DOCUMENTS
 
         def answer(model: ServedModel, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:
@@ -163,7 +162,7 @@ class JinaRoutes:
         call.naming = _OF_TEXTS
         texts = fields.texts
         pairs = scores.ranked_pairs(fields.query, "texts", texts)
-        _refuse_set(fields, ("return_documents", "rank_fields"), "texts")
+        scores.refuse_set(fields, ("return_documents", "rank_fields"), "texts")
         raw = scores.wants_logits(fields)
         return await scores.score(
             call,
@@ -177,17 +176,6 @@ class JinaRoutes:
             max_document_tokens=fields.max_tokens_per_doc,
             more_bytes=2 * len(request.body) if fields.return_text else 0,
         )
-
-
-def _refuse_set(fields: AnyRerankBody, names: Sequence[str], inputs: str) -> None:
-    """Refuse fields that have no meaning for the inputs of a request.
-
-    Raises:
-        InvalidField: One of these fields is set.
-    """
-    for name in names:
-        if getattr(fields, name) is not None:
-            raise InvalidField(name, f"must be left out if {inputs} is set")
 
 
 def _answer(model: str, scored: Scored, results: Iterator[bytes]) -> Iterator[bytes]:

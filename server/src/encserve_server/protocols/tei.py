@@ -406,9 +406,8 @@ class TeiRoutes:
         parameters = fields.parameters or PredictParameters()
         is_flat = is_one and fields.parameters is None
         function = choice("parameters.function_to_apply", parameters.function_to_apply, _ACTIVATIONS)
-        for name in ("raw_scores", "use_activation"):
-            if function is not None and getattr(fields, name) is not None:
-                raise InvalidField(name, "must be left out if parameters.function_to_apply is set")
+        if function is not None:
+            scores.refuse_set(fields, ("raw_scores", "use_activation"), "parameters.function_to_apply")
         raw = scores.wants_logits(fields)
         count = positive("parameters.top_k", parameters.top_k) or None
 

@@ -199,8 +199,7 @@ class Scheduler:
             QueueFull: The queue is full.
             EngineUnhealthy: The engine fails for all calls.
         """
-        if reason := self.not_ready_reason():
-            raise _unavailable(reason)
+        self._check_ready()
         queued = self._pending.cost
         if self._admission.is_closed(queued):
             self._check_room(None, queued)
@@ -215,19 +214,17 @@ class Scheduler:
             ShareExceeded: The call would exceed the share of its caller or of bulk, and a part of this share is in use.
         """
         pending, caller, size = self._pending, sender.caller, self._limits.max_queue_tokens
-        if caller.name:
-            self._check_caller_share(caller, cost, size, pending.cost, Priority)
+        self._check_caller_share(caller, cost, size, pending.cost, Priority)
         if sender.priority is Priority.BULK:
             size, waiting = size // 2, pending.cost_of(Priority.BULK)
-            if caller.name:
-                self._check_caller_share(caller, cost, size, waiting, [Priority.BULK])
+            self._check_caller_share(caller, cost, size, waiting, [Priority.BULK])
             self._refuse_over_share("bulk", cost, waiting, size)
 
     def _check_caller_share(
         self, caller: Caller, cost: int, size: int, waiting: int, priorities: Iterable[Priority]
     ) -> None:
-        """Check a named caller's share of `size` tokens, if more than half of these tokens are taken."""
-        if waiting + cost > size // 2:
+        """Check a caller's share of `size` tokens, if the caller has a name and more than half of these are taken."""
+        if caller.name and waiting + cost > size // 2:
             own, weight_of_others = self._pending.share_of(caller, priorities)
             # The share keeps room for one more caller with the same weight.
             share = int(size * caller.weight / (2 * caller.weight + weight_of_others))
@@ -282,8 +279,7 @@ class Scheduler:
     ) -> Ticket:
         """Queue all sequences of a call, or refuse the call."""
         cost = sum([it.cost for it in sequences])
-        if reason := self.not_ready_reason():
-            raise _unavailable(reason)
+        self._check_ready()
         if cost > self._limits.max_queue_tokens:
             self._refuse_size(sequences, cost)
         if sender is not ANY_SENDER:  # only named callers and bulk calls have shares
@@ -303,6 +299,10 @@ class Scheduler:
             self._pending.add(ticket)
             self._lanes.wake()
         return ticket
+
+    def _check_ready(self) -> None:
+        if reason := self.not_ready_reason():
+            raise _unavailable(reason)
 
     def _refuse_size(self, sequences: Sequence[TokenSequence], cost: int) -> None:
         """Refuse a sequence that is larger than the queue. Larger calls were already split into parts."""

@@ -177,14 +177,25 @@ def check_labels(bundle: Bundle) -> None:
         raise kinds.lacks(bundle, kinds.SCORES)
 
 
+def refuse_set(fields: ScoreBody, names: Sequence[str], other: str) -> None:
+    """Refuse fields that have no meaning beside another field of the request, whose name is `other`.
+
+    Raises:
+        InvalidField: One of these fields is set.
+    """
+    for name in names:
+        if getattr(fields, name) is not None:
+            raise InvalidField(name, f"must be left out if {other} is set")
+
+
 def wants_logits(fields: ActivationBody) -> bool:
     """Return whether a request wants the logits of the model as scores.
 
     Raises:
         InvalidField: The request has both fields for this choice.
     """
-    if None not in (fields.raw_scores, fields.use_activation):
-        raise InvalidField("raw_scores", "must be left out if use_activation is set")
+    if fields.use_activation is not None:
+        refuse_set(fields, ("raw_scores",), "use_activation")
     return fields.raw_scores is True or fields.use_activation is False
 
 

@@ -102,9 +102,7 @@ class RpcGuard:
             with call:
                 call.accept()
                 peer.is_accepted = True
-                data = await self._read(method, call, context)
-                call.hold(len(data))
-                data = await rpc.answer(data, call)
+                data = await rpc.answer(await self._receive(method, call, context), call)
             if call.failure is not None:
                 await _abort(context, call.failure)
             elif data:
@@ -117,8 +115,7 @@ class RpcGuard:
         """Return the handler of an RPC with one request and many replies."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            data = await self._read(method, call, context)
-            call.hold(len(data))
+            data = await self._receive(method, call, context)
             is_first = True
 
             async def write_one(reply: bytes) -> None:
@@ -219,6 +216,12 @@ class RpcGuard:
         self._connections.end(peer)
         call.release()
 
+    async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
+        """Read the only request of a call, and take its size from the byte budget."""
+        data = await self._read(method, call, context)
+        call.hold(len(data))
+        return data
+
     async def _read(self, method: Method, call: Call, context: Context) -> bytes:
         """Read the only request of a call.
 
@@ -227,12 +230,13 @@ class RpcGuard:
             DeadlineExpired: The request does not arrive in time.
             MalformedRequest: The call has no request.
         """
-        with Arrival(self._calls.places, call.account, is_open=method.is_open):
+        is_open = method.access.is_open
+        with Arrival(self._calls.places, call.account, is_open=is_open):
             data = await context.read()
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
             raise MalformedRequest("", "the call ended without a request")
-        if method.is_open:
+        if is_open:
             _check_small(data)
         return data
 
