@@ -5,6 +5,7 @@ import functools
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -495,3 +496,44 @@ async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
             await caller(call, *arguments)
     with pytest.raises(ServerError):
         await caller.all_of(client, [[1]])
+
+
+# Tests of replies that are not protobuf messages.
+
+
+class _Broken(grpc.GenericRpcHandler):
+    """Answers GetModel with `info`, and each other call with bytes that are no protobuf message."""
+
+    def __init__(self, info: pb.ModelInfo) -> None:
+        self._info = pb.GetModelResponse(model=info).SerializeToString()
+
+    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
+        if details.method.endswith("/Inspect"):
+            return grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff\xff"]))
+        reply = self._info if details.method.endswith("/GetModel") else b"\xff\xff"
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: reply)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("embed", (["a"],)),
+        ("embed", (["a"] * 2_000,)),  # several messages at a time
+        ("tokenize", (["a"],)),
+        ("score", ([("a", "b")],)),
+        ("inspect", ("a",)),
+        ("models", ()),
+    ],
+)
+async def test_a_reply_that_is_no_message(
+    method: str, arguments: tuple[Any, ...], caller: Caller, service: FakeEncoder
+) -> None:
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[_Broken(service.info())])
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(EncserveError, match="the reply is not a message of encserve") as caught:
+            await caller(getattr(caller.connect(target=target), method), *arguments)
+        assert caught.value.code is Code.INTERNAL
+    finally:
+        await asyncio.to_thread(server.stop(None).wait)

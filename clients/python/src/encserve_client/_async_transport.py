@@ -16,7 +16,6 @@ from encserve_client._grpc.channel import Connection
 from encserve_client._grpc.metadata import with_trace
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -95,6 +94,6 @@ class AsyncTransport(BaseClient):
                 channel = grpc.aio.insecure_channel(self._target, self._channel_options)
             else:
                 channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
-            self._connection = Connection(channel, EncoderServiceStub(channel))
+            self._connection = Connection(channel)
             self._connections.add(self._connection)
         return self._connection

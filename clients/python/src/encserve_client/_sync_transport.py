@@ -15,7 +15,6 @@ from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.wire import run_without_loop
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class SyncTransport(BaseClient):
             channel = grpc.insecure_channel(self._target, self._channel_options)
         else:
             channel = grpc.secure_channel(self._target, self._credentials, self._channel_options)
-        connection = Connection(channel, EncoderServiceStub(channel))
+        connection = Connection(channel)
         self._closers[connection] = closer = weakref.finalize(connection, channel.close)
         closer.atexit = False
         return connection

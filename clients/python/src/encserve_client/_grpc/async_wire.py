@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from encserve_client._grpc.channel import Connection
+from encserve_client._grpc.channel import Connection, parse_reply
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
-from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
+from encserve_client._logic.failures import UNREADABLE_REPLY, Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, InputRead, InputsEnded, Rpc
@@ -47,7 +48,7 @@ class AsyncWire:
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. Never blocks."""
         connection = self._open_connection()
-        method = getattr(connection.stub, rpc)
+        method = connection.methods[rpc]
         call = _begin(method, message.request, timeout=timeout_seconds, metadata=self._metadata)
         self._spawn(self._finish_call(call, message, connection))
         self._needs_loop = True
@@ -113,7 +114,10 @@ class AsyncWire:
         """Report the end of a call. The reference to `connection` keeps the channel open."""
         request = message.request
         try:
-            response = await (_assemble(call, request) if isinstance(request, pb.InspectRequest) else call)
+            if isinstance(request, pb.InspectRequest):
+                response = await _assemble(call, request)
+            else:
+                response = parse_reply(request, await call)
         except grpc.aio.AioRpcError as error:
             self._events.put_nowait(Failed(message, failure_of_call(error)))
         except asyncio.CancelledError:
@@ -121,6 +125,8 @@ class AsyncWire:
             self._events.put_nowait(Failed(message, _CANCELLED))
             call.cancel()
             raise
+        except DecodeError:
+            self._events.put_nowait(Failed(message, UNREADABLE_REPLY))
         except Exception as error:
             self._events.put_nowait(Failed(message, failure_of_crash(error)))
         else:
@@ -141,7 +147,7 @@ async def _assemble(call: Any, request: pb.InspectRequest) -> InspectAssembler:
     """Read all messages of an answer to Inspect, or stop at the first wrong message."""
     assembler = InspectAssembler(request)
     async for part in call:
-        if not assembler.add(part):
+        if not assembler.add(parse_reply(request, part)):
             call.cancel()
             break
     return assembler

@@ -3,10 +3,11 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from encserve import __version__
 from encserve_client._arguments import check_type
@@ -21,15 +22,45 @@ _CHECK_SECONDS = 1.0
 _CONNECT_MS = 5_000
 
 ChannelOption = tuple[str, str | int]
-SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
+_SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"]
+SERVICE_NAME: str = _SERVICE.full_name
+# The class of the request → the class of the reply.
+_REPLIES: dict[type, Any] = {GetMessageClass(it.input_type): GetMessageClass(it.output_type) for it in _SERVICE.methods}
 
 
-@dataclass(eq=False)
 class Connection:
-    """A channel and the methods of the service. Calls hold references, and a channel without references is closed."""
+    """A channel and the methods of the service. Calls hold references, and a channel without references is closed.
 
-    channel: Any
-    stub: Any
+    A method takes a message and returns bytes, for two reasons. gRPC hides the error of a reply that cannot be parsed.
+    And with threads, parsing in the caller's thread instead of the thread of gRPC makes streams 10 % faster.
+
+    Attributes:
+        channel: The channel.
+        methods: Name of the RPC → gRPC's callable.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.methods: dict[str, Any] = {
+            it.name: (channel.unary_stream if it.server_streaming else channel.unary_unary)(
+                f"/{SERVICE_NAME}/{it.name}", request_serializer=_serialize
+            )
+            for it in _SERVICE.methods
+            if not it.client_streaming
+        }
+
+
+def _serialize(request: Message) -> bytes:
+    return request.SerializeToString()
+
+
+def parse_reply(request: Message, reply: bytes) -> Any:
+    """Return the message of a reply to `request`.
+
+    Raises:
+        DecodeError: The bytes are not such a message.
+    """
+    return _REPLIES[type(request)].FromString(reply)
 
 
 class CertificateReloader:

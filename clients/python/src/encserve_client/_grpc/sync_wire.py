@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from encserve_client._grpc.channel import Connection
+from encserve_client._grpc.channel import Connection, parse_reply
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
-from encserve_client._logic.failures import failure_of_call
+from encserve_client._logic.failures import UNREADABLE_REPLY, failure_of_call
 from encserve_client._logic.inspecting import InspectAssembler
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import Answered, Event, Failed, Rpc
@@ -45,7 +46,7 @@ class SyncWire:
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. If `alone`, the call blocks, because then gRPC needs no polling thread."""
         connection = self._open_connection()
-        method = getattr(connection.stub, rpc)
+        method = connection.methods[rpc]
         options = {"timeout": timeout_seconds, "metadata": self._metadata}
         try:
             if isinstance(request := message.request, pb.InspectRequest):
@@ -54,7 +55,7 @@ class SyncWire:
                     self._calls[call] = connection  # `aclose` cancels the call if `_assemble` raises
                 self._assemble(call, message, request)
             elif alone:
-                self._events.put(Answered(message, method(request, **options)))
+                self._events.put(_answer(message, method(request, **options)))
             else:
                 with delayed_interrupt():
                     call = method.future(request, **options)
@@ -62,6 +63,8 @@ class SyncWire:
                     call.add_done_callback(lambda done: self._events.put(_FinishedCall(done, message)))
         except grpc.RpcError as error:
             self._events.put(Failed(message, failure_of_call(error)))
+        except DecodeError:
+            self._events.put(Failed(message, UNREADABLE_REPLY))
         except ValueError as error:
             raise _translate_error(error) from None
 
@@ -69,7 +72,7 @@ class SyncWire:
         """Read all messages of an answer to Inspect. Blocks: an Inspect call sends only this request."""
         assembler = InspectAssembler(request)
         for part in call:
-            if not assembler.add(part):
+            if not assembler.add(parse_reply(request, part)):
                 break
         self._events.put(Answered(message, assembler))
 
@@ -148,5 +151,12 @@ def _translate_error(error: ValueError) -> Exception:
 
 def _event_of(done: _FinishedCall) -> Event:
     if done.call.code() is grpc.StatusCode.OK:
-        return Answered(done.message, done.call.result())
+        try:
+            return _answer(done.message, done.call.result())
+        except DecodeError:
+            return Failed(done.message, UNREADABLE_REPLY)
     return Failed(done.message, failure_of_call(done.call))
+
+
+def _answer(message: Message, reply: bytes) -> Answered:
+    return Answered(message, parse_reply(message.request, reply))

@@ -222,6 +222,11 @@ def failure_of_crash(error: Exception) -> Failure:
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
+UNREADABLE_REPLY = Failure(
+    grpc.StatusCode.INTERNAL, "the reply is not a message of encserve; is another server at this address?"
+)
+
+
 class ServerHistory:
     """Whether the server has ever answered. An error counts as an answer. Each client has a `ServerHistory`.
 
