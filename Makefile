@@ -14,9 +14,9 @@ TRITON := server/src/encserve_server/protocols/open_inference/triton
 SOURCES := src proto/src export/src server/src clients/python/src clients/cli/src
 EXAMPLES := clients/examples/python
 CHECKED := $(SOURCES) $(EXAMPLES) tests scripts bench
-# A suite is one folder of tests and one pytest process. The longest suites and checks start first.
+# A suite is one folder of tests and one pytest process. The longest suites start first.
 SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
-CHECKS := types lint check-proto
+CHECKS := lint check-proto types
 # These suites have no fast tests. The hostile tests measure latencies, so they run alone.
 SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
@@ -60,7 +60,7 @@ serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTT
 	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
-	+@$(PARALLEL) $(SUITES) $(CHECKS)
+	+@$(PARALLEL) $(wordlist 1,2,$(SUITES)) $(CHECKS) $(wordlist 3,9,$(SUITES))
 
 test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
 	+@$(PARALLEL) TIER=system $(SLOW_SUITES) $(SUITES)

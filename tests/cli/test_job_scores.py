@@ -259,7 +259,7 @@ def test_a_bundle_computes_scores(tmp_path: Path, folder: Path, flags: list[str]
 def test_a_bundle_with_one_label_has_no_softmax(tmp_path: Path, command: list[str], names: list[str]) -> None:
     files = {"scores.onnx": scores_file(len(names))}
     bundle = write_bundle(tmp_path / "models", "tiny", tokenizer=words(), files=files, scores=scores(labels=names))
-    result = CliRunner().invoke(cli, [*command, "--bundle", str(bundle), "--activation", "softmax"])
+    result = CliRunner().invoke(cli, [*command, *in_process(bundle), "--activation", "softmax"])
     assert result.exit_code == (1 if len(names) == 1 else 0), result.output
     assert ("activation: must not be softmax" in result.stderr) == (len(names) == 1), result.stderr
 

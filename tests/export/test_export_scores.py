@@ -63,7 +63,7 @@ def test_a_cross_encoder_is_recognised(bert: Path, tmp_path: Path) -> None:
         assert worst_error(embedder.embed(PAIRS[:5], output="scores", truncate=True), want) <= 1e-4
 
 
-@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("labels", [1, pytest.param(3, marks=pytest.mark.system)])
 def test_a_plain_regression_has_no_activation(tmp_path: Path, labels: int) -> None:
     directory = write_scores(tmp_path / "model", labels=labels, problem_type="regression")
     assert export(directory, tmp_path).manifest.scores.activation == manifest_pb2.ACTIVATION_NONE

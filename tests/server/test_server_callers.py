@@ -344,7 +344,7 @@ async def test_a_stream_without_a_key_is_refused_counted_and_logged(
     await until(lambda: any("ServerReflectionInfo" in str(vars(it)) for it in caplog.records))
     rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
     assert (await refusal(rpc(metadata=bearer(WRONG)).read())).code is grpc.StatusCode.UNAUTHENTICATED
-    assert server.in_flight() == 0
+    await until(lambda: server.in_flight() == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from http_calls import post
 from open_inference import ask, infer, infer_request, text_tensor
 from tiny_bundle import VOCAB_SIZE
 from tiny_heads import Serve, every_kind, text
-from waiting import until
+from waiting import collector_off, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.protocols.encserve import codec
@@ -159,15 +159,11 @@ async def test_a_failed_call_in_parts_leaves_nothing_in_memory(
     cut_into_small_parts(monkeypatch)
     inputs = [[7]] * 11
     inputs[at] = [9]
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         before = count_sequences()
         for _ in range(3):
             assert (await refusal(server.encode(*inputs))).reason == "INFERENCE_FAILED"
         await until(lambda: count_sequences() <= before)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("output", ["rows", "sparse", "multi_vector", "embedding"])

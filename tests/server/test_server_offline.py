@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, write_bundle
 from tiny_heads import END, every_kind, loader, multi_vector, npy, sparse, text, words
+from waiting import collector_off
 
 from encserve_client.options import Options, Output
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -319,14 +320,10 @@ def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
     An error in a reference cycle would keep its input in memory until the cycle collector runs.
     """
     embedder, _ = make_fake()
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
         # `isinstance` would read `__class__`, and some objects of torch emit a warning if this attribute is read.
         assert not [it for it in gc.get_objects() if issubclass(type(it), RequestError)]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("output", ["mean", "tokens"])
@@ -429,6 +426,7 @@ def test_an_error_of_a_callback_ends_the_run(make_fake: Any) -> None:
         ({"prompt_name": "no"}, "tiny has no prompt 'no'"),
         ({"dimensions": 9}, "at most 4"),
         ({"dimensions": -1}, "dimensions: .* was -1"),
+        ({"dimensions": 0}, "dimensions: must be at least 1, or left out; was 0"),
     ],
 )
 def test_a_bad_option_is_refused_without_inputs(make_fake: Any, asked: dict[str, Any], problem: str) -> None:

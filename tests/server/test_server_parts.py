@@ -21,7 +21,7 @@ from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
-from waiting import until
+from waiting import collector_off, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
@@ -367,15 +367,11 @@ async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokeniz
 async def test_a_refused_text_leaves_nothing_in_memory(tokenizer: TextTokenizer, text: str) -> None:
     """An error in a reference cycle would keep the inputs in memory until the cycle collector runs."""
     checker = checker_of(tokenizer)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         with pytest.raises(SequenceTooLong) as caught:
             await checker.check([text, text], checker.rules(LengthLimit(3, "")))
         del caught
         await until(lambda: not any(issubclass(type(it), SequenceTooLong) for it in gc.get_objects()))
-    finally:
-        gc.enable()
 
 
 @pytest.fixture

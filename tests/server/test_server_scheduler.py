@@ -6,7 +6,6 @@ the engine.
 
 import asyncio
 import contextlib
-import gc
 import math
 import threading
 import time
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
-from waiting import until
+from waiting import collector_off, until
 
 from encserve_server.engine.base import BatchResult
 from encserve_server.errors import (
@@ -328,9 +327,7 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
     references = [weakref.ref(it) for it in inputs]
     call = bench.send(*inputs, deadline=5.0 if how == "expired" else math.inf)
     await until(lambda: bench.seen.queue[0] == 2)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         del inputs
         bench.clock.advance(6)
         bench.engine.broken = how == "broken"
@@ -343,8 +340,6 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
         if closing is not None:
             await closing
         await until(lambda: not any(it() is not None for it in references))
-    finally:
-        gc.enable()
 
 
 # Admission. The limit of the queue is 100 tokens.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input, refusal
-from waiting import until
+from waiting import collector_off, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField
@@ -324,14 +324,11 @@ async def test_a_refused_call_is_freed_at_once(shared: FakeServer) -> None:
     """A refused call is freed without the cycle collector, because a server refuses most calls during an overload."""
     gc.collect()
     gc.freeze()  # hides all older objects from `get_objects`
-    gc.disable()
-    try:
+    with collector_off():
         for _ in range(20):
             with pytest.raises(Failed):
                 await shared.encode([-1])
         left = [it for it in gc.get_objects() if type(it) is InvalidField]
-    finally:
-        gc.enable()
     assert not left
 
 

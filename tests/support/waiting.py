@@ -1,9 +1,11 @@
-"""Waits until a condition is true."""
+"""Waits until a condition is true, or until objects are freed without the cycle collector."""
 
 import asyncio
+import gc
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # This time is long enough for every condition on a busy machine, but shorter than the timeout of a test.
 PATIENCE_SECONDS = 60.0
@@ -15,3 +17,14 @@ async def until(condition: Callable[[], object]) -> None:
     while not (await result if inspect.isawaitable(result := condition()) else result):
         assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"
         await asyncio.sleep(0.002)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Collect all garbage, and turn the cycle collector off for the block. Then only objects in a cycle stay."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -162,6 +162,6 @@ def _check_choice(field: str, value: object, choices: Collection[object]) -> Non
 
 
 def _check_count(field: str, value: int | None) -> int:
-    if value is not None and value < 0:
+    if value is not None and value < 1:
         raise InvalidField(field, f"must be at least 1, or left out; was {value}")
     return value or 0

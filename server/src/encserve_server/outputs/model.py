@@ -55,7 +55,7 @@ class ModelOutputs:
         kinds[OutputKind.SPANS] = Spans(OutputKind.SPANS, bundle.d_model)
         if bundle.pooling is not None:
             head = heads.get(OutputKind.MODEL, None if bundle.pooling.head is None else NotLoaded())
-            kinds[OutputKind.MODEL] = ModelVector(bundle.pooling, bundle.d_model, head)
+            kinds[OutputKind.MODEL] = ModelVector(bundle.pooling, head)
         if bundle.multi_vector is not None:
             head = heads.get(OutputKind.MULTI_VECTOR, NotLoaded())
             kinds[OutputKind.MULTI_VECTOR] = MultiVectors(bundle, bundle.multi_vector, head)

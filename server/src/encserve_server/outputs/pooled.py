@@ -29,8 +29,8 @@ class Pooled(Kind):
 class ModelVector(Kind):
     """OutputKind.MODEL: one pooling or several concatenated poolings, and then the head, if the model has one."""
 
-    def __init__(self, pooling: ModelPooling, d_model: int, head: Head | None) -> None:
-        """Set the pooling that the model was trained for, the width of a row, and the head; None without a head."""
+    def __init__(self, pooling: ModelPooling, head: Head | None) -> None:
+        """Set the pooling that the model was trained for, and the head; None without a head."""
         super().__init__(OutputKind.MODEL, pooling.width)
         self._pooling = pooling
         self._head = head

@@ -1,6 +1,6 @@
 """The description of all routes: `/openapi.json` (OpenAPI 3.1) for programs, and the page `/docs` for people.
 
-Both are generated once at the start, from four sources: the structs of the bodies, the types of the replies, the
+The first call of each generates it from four sources: the structs of the bodies, the types of the replies, the
 docstrings of these classes, and the table of errors.
 """
 
@@ -9,6 +9,7 @@ import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from html import escape
 from typing import Any
 
@@ -44,15 +45,12 @@ class DocsRoutes:
     """The handlers of the description."""
 
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
-        """Generate the description of `others` and of two more routes. `dialect` writes the errors of the two."""
+        """Describe `others` and two more routes. `dialect` writes the errors of the two."""
         own = [
             Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),
         ]
         self._routes = [*others, *own]
-        document = document_of(self._routes)
-        self._document = orjson.dumps(document)
-        self._page = page_of(document).encode()
 
     def routes(self) -> list[Route]:
         """Return all routes: the others and the two routes of the description."""
@@ -61,12 +59,24 @@ class DocsRoutes:
     async def openapi(self, request: Request, call: Call) -> Reply:
         """Return the description of all routes as an OpenAPI 3.1 document."""
         del request, call
-        return Reply(self._document)
+        return Reply(self._json)
 
     async def docs(self, request: Request, call: Call) -> Reply:
         """Show the description of all routes as a page for people."""
         del request, call
         return Reply(self._page, _HTML_HEADERS)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document_of(self._routes)
+
+    @cached_property
+    def _json(self) -> bytes:
+        return orjson.dumps(self._document)
+
+    @cached_property
+    def _page(self) -> bytes:
+        return page_of(self._document).encode()
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """grpc.reflection.v1 and v1alpha: describes the services and messages to tools such as grpcurl and ghz."""
 
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any
 
 from google.protobuf import descriptor_pool, text_format
@@ -24,7 +25,7 @@ def handlers(service_names: Sequence[str], guard: RpcGuard) -> dict[str, Handler
 
     The library computes the replies. In addition, these handlers refuse malformed messages, and find methods by name.
     """
-    pool = _pool_of(service_names)
+    pool = _pool_of(tuple(service_names))
     services = [pool.FindServiceByName(name) for name in (*service_names, *SERVICE_NAMES)]
     service_of_method = {method.full_name: service.full_name for service in services for method in service.methods}
     servicer: Any = reflection.aio.ReflectionServicer([it.full_name for it in services], pool)
@@ -47,7 +48,8 @@ async def _stream_of(request: reflection_pb2.ServerReflectionRequest) -> AsyncIt
     yield request
 
 
-def _pool_of(service_names: Sequence[str]) -> descriptor_pool.DescriptorPool:
+@cache
+def _pool_of(service_names: tuple[str, ...]) -> descriptor_pool.DescriptorPool:
     """Return a pool with only the files of these services and of reflection."""
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
