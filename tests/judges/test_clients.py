@@ -4,6 +4,7 @@ The programs `*_judge.py` call the server with these clients.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from judging import (
     run,
     source_folder,
 )
+from page_code import blocks, run_commands
 from real_server import RealServer
 
 from encserve_client import EncoderClient
@@ -118,19 +120,24 @@ def test_tritonclient_over_http(
     assert facts["error"][0] == "400"
 
 
+def perf_analyzer() -> tuple[Path, dict[str, str]]:
+    """Return the path of perf_analyzer and the environment variables that it needs."""
+    binaries = python_environment("perf-analyzer")
+    (library,) = binaries.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
+    environment = {"LD_LIBRARY_PATH": str(library)}
+    lacking = re.findall(r"(\S+) => not found", run(["ldd", binaries / "perf_analyzer"], environment=environment))
+    if lacking:
+        missing(f"perf_analyzer does not find {lacking} (apt-get install libb64-0d)")
+    return binaries / "perf_analyzer", environment
+
+
 @pytest.mark.parametrize(("protocol", "streaming"), [("grpc", False), ("grpc", True), ("http", False)])
 def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, streaming: bool) -> None:
     """Run Triton's load generator. At least 150 requests succeed, and the report has queue times.
 
     Four requests are in flight at a time.
     """
-    binaries = python_environment("perf-analyzer")
-    analyzer = binaries / "perf_analyzer"
-    (library,) = binaries.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
-    environment = {"LD_LIBRARY_PATH": str(library)}
-    lacking = re.findall(r"(\S+) => not found", run(["ldd", analyzer], environment=environment))
-    if lacking:
-        missing(f"perf_analyzer does not find {lacking} (apt-get install libb64-0d)")
+    analyzer, environment = perf_analyzer()
     data = tmp_path / "data.json"
     if streaming:
         data.write_text(json.dumps({"data": [{"text": {"content": [TEXTS[0]], "shape": [1]}}]}))
@@ -149,6 +156,20 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     # A measurement may begin while the last answers of the server are on their way. The server has counted them before.
     assert counts["request"] >= counts["Request"] - 3 * 4
     assert "queue" in report
+
+
+def test_commands_of_the_page_of_open_inference(minilm: RealServer, tmp_path: Path) -> None:
+    """curl gets vectors, and perf_analyzer measures. The test measures for a shorter time than the page."""
+    analyzer, environment = perf_analyzer()
+    curl, analyze = (it.code for it in blocks("how-to/kserve-and-triton.md") if it.language == "bash")
+    reply = json.loads(run_commands(tmp_path, curl.replace("http://127.0.0.1:8080", minilm.url)))
+    assert reply["outputs"][0]["shape"] == [2, 384]
+    short = "2 --measurement-mode count_windows --measurement-request-count 20 --stability-percentage 999"
+    analyze = analyze.replace("localhost:50051", minilm.target).replace("1:8", short)
+    path = f"{analyzer.parent}{os.pathsep}{os.environ['PATH']}"
+    report = run_commands(tmp_path, f"export PATH={path}\n{analyze}", **environment)
+    assert "Failed" not in report
+    assert "throughput" in report.lower()
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Run the commands and programs of the how-to pages about clients, with small models."""
 
+import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +10,11 @@ import pyarrow as pa
 import pytest
 from checkpoints import MODEL, export_minilm, minilm_directory
 from exporting import export_once
-from page_code import reader
+from page_code import DOCS, blocks, reader, run_commands
+from ports import free_port
+from prometheus import need
 from pyarrow import parquet
-from real_server import RealServer, real_server
+from real_server import RealServer, cpu_has_bfloat16, real_server
 from score_models import write_scores
 from zoo import Zoo
 
@@ -23,6 +27,7 @@ TEXTS = ["The water has 21 degrees.", "Bring a coat.", "Stock markets fell sharp
 CHANGES = {
     "call-from-python": {" --target 10.0.0.7:50051 --ca ca.pem": ""},
     "embed-files": {"models/NAME": f"models/{MODEL}"},
+    "scale": {"--concurrency 64": "--concurrency 64 --seconds 2 --warmup-seconds 0.1"},
     "load-test": {"encserve bench": "encserve bench --concurrency 2 --seconds 2 --warmup-seconds 0.1"},
 }
 
@@ -58,11 +63,12 @@ def folder(models: Path, tmp_path: Path) -> Path:
     table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
     for path in ("corpus.parquet", "corpus/first.parquet", "corpus/second.parquet"):
         parquet.write_table(table, tmp_path / path)
+    parquet.write_table(pa.table({"query": TEXTS, "document": TEXTS}), tmp_path / "pairs.parquet")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    "page", ["call-from-python", "send-many-inputs", "embed-files", "rerank", "inspect", "load-test"]
+    "page", ["call-from-python", "send-many-inputs", "embed-files", "rerank", "inspect", "load-test", "scale", "trace"]
 )
 def test_page(page: str, folder: Path, server: RealServer) -> None:
     with reader(folder, server.target) as the_page:
@@ -75,6 +81,45 @@ def test_serve(tmp_path: Path) -> None:
     with reader(tmp_path) as page:
         page.read("how-to/serve.md")
     assert (tmp_path / "models" / MODEL / "1" / "manifest.json").is_file()
+
+
+def test_migrate_from_tei(tmp_path: Path) -> None:
+    """Our server starts with the flags of text-embeddings-inference, and answers the request of the page."""
+    shutil.copytree(minilm_directory(), tmp_path / "sentence-transformers" / MODEL)
+    port = free_port()
+    with reader(tmp_path) as page:
+        page.read("how-to/migrate-from-tei.md", {"--host 0.0.0.0": "", "8080": str(port)})
+
+
+def test_monitor(folder: Path) -> None:
+    """Prometheus starts with the configuration of the checkout, and a dashboard gets the format of the checkout."""
+    need("prometheus")
+    shutil.copytree(DOCS.parent / "deploy", folder / "deploy")
+    dashboard = "deploy/grafana/dashboards/service.json"
+    committed = (DOCS.parent / dashboard).read_text()
+    (folder / "exported.json").write_text(json.dumps(json.loads(committed)))
+    with reader(folder) as page:
+        page.read("how-to/monitor.md", {"9090": str(free_port()), "/tmp/prometheus": "data"})  # noqa: S108 - the page's
+    assert (folder / dashboard).read_text() == committed
+    assert (folder / "access.jsonl").is_file()
+
+
+def test_bfloat16(folder: Path) -> None:
+    """Without bfloat16 instructions, the server of the page does not start, and says so."""
+    command = next(it.code for it in blocks("how-to/choose-precision.md") if it.language == "bash")
+    one_model = f"{command.strip()} --model {MODEL}"
+    expected = contextlib.nullcontext() if cpu_has_bfloat16() else pytest.raises(AssertionError, match="bfloat16")
+    with expected, reader(folder) as page:
+        page.run_commands(one_model)
+
+
+def test_the_output_of_encode(folder: Path, server: RealServer) -> None:
+    """The page shows the table of the output."""
+    (block,) = blocks("start/install.md")
+    printed = run_commands(folder, block.code, ENCSERVE_TARGET=server.target, COLUMNS="100")
+    lines = [line.strip() for line in printed.splitlines()]
+    table = [line.strip() for line in block.output.splitlines()]
+    assert lines[2 : 2 + len(table)] == table  # before it: the text, and an empty line
 
 
 def test_shares_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,14 @@ def test_models_are_pulled_in_order() -> None:
     assert PLAIN["NetworkPolicy"]["spec"]["egress"][1] == {"ports": [{"port": 443, "protocol": "TCP"}]}
 
 
+def test_the_values_of_a_new_version_in_the_docs() -> None:
+    """With the values of the page, the next pod exports version 2."""
+    page = (ROOT / "docs/how-to/kubernetes.md").read_text()
+    (lines,) = re.findall(r"^```yaml\n(models:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (pull,) = pod_of(rendered(**yaml.safe_load(lines)))["initContainers"]
+    assert "--version=2" in pull["command"]
+
+
 def test_the_job_pulls_as_the_init_container_does() -> None:
     """The job runs on the server's node. Its pods do not match the selectors of the server."""
     template, pod = PULL_JOB["spec"]["template"], pod_of(PLAIN)

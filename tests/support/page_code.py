@@ -1,7 +1,7 @@
 """Runs the code of a page of the docs as a reader would: all blocks in order, in one folder and one Python session.
 
 A block in `bash` has commands, and a block in `python` is a program. If a block in `text` follows a program directly,
-the program must print this text.
+the program must print this text. Servers that the commands start are stopped as soon as they answer, or at the end.
 """
 
 import ast
@@ -14,8 +14,11 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,10 @@ from serve_command import Serve, clean_environment, encserve_serve
 DOCS = Path(__file__).parent.parent.parent / "docs"
 _BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
 _ADDRESS = "localhost:50051"
+# Programs that run until they are stopped → the path of their HTTP port that answers when they are ready.
+_READY = {"encserve-server": "/health", "prometheus": "/-/ready"}
+_SERVER_VARIABLES = {"ENCSERVE_GRPC_PORT": "0", "ENCSERVE_METRICS_PORT": "0", "ENCSERVE_TUNE_BATCHES": "false"}
+_POLL_SECONDS, _START_SECONDS = 0.1, 120.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Block:
     Attributes:
         language: "bash" or "python".
         code: The code.
-        output: The expected output of a program; "" if the page has none.
+        output: The expected output; "" if the page has none. Only programs are compared with it.
     """
 
     language: str
@@ -63,6 +70,30 @@ def run_commands(folder: Path, commands: str, **variables: str) -> str:
     return done.stdout
 
 
+def run_until_ready(folder: Path, command: str, port: int, **variables: str) -> None:
+    """Run a program that ends only if it is stopped. Wait until its HTTP port answers, and stop the program."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    url = f"http://127.0.0.1:{port}{_READY[command.split()[0]]}"
+    log = folder / "log.txt"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            ["/bin/bash", "-c", f"exec {command}"],
+            cwd=folder,
+            env=clean_environment({"PATH": path, **variables}),
+            stdout=output,
+            stderr=output,
+        ) as process,
+    ):
+        ends, is_ready = time.monotonic() + _START_SECONDS, False
+        while not is_ready and process.poll() is None and time.monotonic() < ends:
+            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as reply:
+                is_ready = reply.status == HTTPStatus.OK
+        process.terminate()
+        assert (is_ready, process.wait(timeout=60)) == (True, 0), f"{command}{log.read_text()}"
+
+
 class Reader:
     """A reader of one page.
 
@@ -86,16 +117,23 @@ class Reader:
             for old, new in (changes or {}).items():
                 code = code.replace(old, new)
             if block.language == "bash":
-                self._run_commands(code)
+                self.run_commands(code)
             else:
                 printed = self._run_program(page, code)
                 assert not block.output or printed == block.output
 
-    def _run_commands(self, code: str) -> None:
+    def run_commands(self, code: str) -> None:
+        """Run the lines of one block."""
         lines = [line for line in code.splitlines() if not line.startswith("pip install")]
         if any(line.startswith("encserve serve") for line in lines):
             (line,) = lines
             self._serve(*shlex.split(line)[2:])
+            return
+        if lines and lines[0].split()[0] in _READY:
+            (line,) = lines
+            given = re.search(r"listen-address=127\.0\.0\.1:(\d+)", line)  # the server takes its port from a variable
+            port = int(given[1]) if given else free_port()
+            run_until_ready(self._folder, line, port, ENCSERVE_HTTP_PORT=str(port), **_SERVER_VARIABLES)
             return
         run_commands(self._folder, "\n".join(lines), ENCSERVE_TARGET=self.target)
 
