@@ -175,12 +175,12 @@ def test_the_table_of_shares() -> None:
     rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}
     share, large = ledger._SHARE, ledger._LARGE_SHARE
     places, watches = rows["requests that arrive slowly, and open streams"], rows["health watches"]
-    assert f"at least {ledger._LEAST_PLACES};" in places
+    assert f"at least {ledger._LEAST_PLACES}." in places
     assert f"{share} times the free places" in places
     assert f"for at least {ledger.ARRIVAL_SECONDS:.0f} s" in places
     assert f"| {ledger.MAX_WATCHES:,} | {share} times" in watches
     small_kib = ledger.SMALL_BYTES // 1024
-    assert f"{share} times the free bytes, or {large} times with a call of more than {small_kib} KiB" in table
+    assert f"{share} times the free bytes. For a call of more than {small_kib} KiB: {large} times" in table
     assert f"fills {share}/{share + 1} of a" in table.replace("\n", " ")
 
 
