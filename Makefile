@@ -14,9 +14,9 @@ TRITON := server/src/encserve_server/protocols/open_inference/triton
 SOURCES := src proto/src export/src server/src clients/python/src clients/cli/src
 EXAMPLES := clients/examples/python
 CHECKED := $(SOURCES) $(EXAMPLES) tests scripts bench
-# A suite is one folder of tests and one pytest process. The longest suites start first.
+# A suite is one folder of tests and one pytest process.
 SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
-CHECKS := lint check-proto types
+CHECKS := types check-proto lint
 # These suites have no fast tests. The hostile tests measure latencies, so they run alone.
 SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
@@ -59,8 +59,9 @@ demo: $(VENV)/.demo  ## Serve a real model, encode a sentence, compare a few, sh
 serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
 	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
+# The suites that use most CPU time or wait most start first. `make` runs a target once, even if it is named twice.
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
-	+@$(PARALLEL) $(wordlist 1,2,$(SUITES)) $(CHECKS) $(wordlist 3,9,$(SUITES))
+	+@$(PARALLEL) test-export test-server test-client $(CHECKS) $(SUITES)
 
 test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
 	+@$(PARALLEL) TIER=system $(SLOW_SUITES) $(SUITES)

@@ -41,7 +41,8 @@ class RetryPolicy:
     by the server's side. Encoding has no side effects, so sending twice is safe.
 
     A message is sent again until the message's time (`timeout_seconds`) is over, so calls survive a restart of the
-    server. A server that has never answered this client gets only 2 seconds, because the address may be wrong.
+    server. If a server has never answered this client, the address may be wrong. Then no attempt begins after 2
+    seconds. An attempt to connect to a silent port takes 5 seconds.
 
     The wait before attempt n + 1 is the sum of two parts. The first part is the delay that the server asked for. The
     second part is random: 50 to 100 % of the longest wait. The longest wait is
