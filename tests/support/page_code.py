@@ -85,13 +85,16 @@ def run_until_ready(folder: Path, command: str, port: int, **variables: str) -> 
             stderr=output,
         ) as process,
     ):
-        ends, is_ready = time.monotonic() + _START_SECONDS, False
-        while not is_ready and process.poll() is None and time.monotonic() < ends:
-            time.sleep(_POLL_SECONDS)
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as reply:
-                is_ready = reply.status == HTTPStatus.OK
-        process.terminate()
-        assert (is_ready, process.wait(timeout=60)) == (True, 0), f"{command}{log.read_text()}"
+        try:
+            ends, is_ready = time.monotonic() + _START_SECONDS, False
+            while not is_ready and process.poll() is None and time.monotonic() < ends:
+                time.sleep(_POLL_SECONDS)
+                with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as reply:
+                    is_ready = reply.status == HTTPStatus.OK
+            process.terminate()
+            assert (is_ready, process.wait(timeout=60)) == (True, 0), f"{command}{log.read_text()}"
+        finally:
+            process.kill()
 
 
 class Reader:

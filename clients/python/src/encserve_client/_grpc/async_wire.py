@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from encserve_client._grpc.channel import Connection, parse_reply
+from encserve_client._grpc.channel import Connection, event_of_reply, parse_reply
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import UNREADABLE_REPLY, Failure, failure_of_call, failure_of_crash
@@ -115,9 +115,9 @@ class AsyncWire:
         request = message.request
         try:
             if isinstance(request, pb.InspectRequest):
-                response = await _assemble(call, request)
+                event: Event = Answered(message, await _assemble(call, request))
             else:
-                response = parse_reply(request, await call)
+                event = event_of_reply(message, await call)
         except grpc.aio.AioRpcError as error:
             self._events.put_nowait(Failed(message, failure_of_call(error)))
         except asyncio.CancelledError:
@@ -126,11 +126,12 @@ class AsyncWire:
             call.cancel()
             raise
         except DecodeError:
+            call.cancel()
             self._events.put_nowait(Failed(message, UNREADABLE_REPLY))
         except Exception as error:
             self._events.put_nowait(Failed(message, failure_of_crash(error)))
         else:
-            self._events.put_nowait(Answered(message, response))
+            self._events.put_nowait(event)
 
     async def _read_inputs(self, inputs: AsyncIterator[object]) -> None:
         try:

@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
 from google.protobuf.message_factory import GetMessageClass
 
 from encserve import __version__
 from encserve_client._arguments import check_type
 from encserve_client._grpc.proxy import uses_proxy
 from encserve_client._grpc.target import is_balanced
+from encserve_client._logic.failures import UNREADABLE_REPLY
+from encserve_client._logic.planning import Message
+from encserve_client._logic.wire import Answered, Event, Failed
 from encserve_client.exceptions import InvalidInputError
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -50,17 +54,25 @@ class Connection:
         }
 
 
-def _serialize(request: Message) -> bytes:
+def _serialize(request: ProtoMessage) -> bytes:
     return request.SerializeToString()
 
 
-def parse_reply(request: Message, reply: bytes) -> Any:
+def parse_reply(request: ProtoMessage, reply: bytes) -> Any:
     """Return the message of a reply to `request`.
 
     Raises:
         DecodeError: The bytes are not such a message.
     """
     return _REPLIES[type(request)].FromString(reply)
+
+
+def event_of_reply(message: Message, reply: bytes) -> Event:
+    """Return the event for a reply to a message, or the failure of a reply that is not such a message."""
+    try:
+        return Answered(message, parse_reply(message.request, reply))
+    except DecodeError:
+        return Failed(message, UNREADABLE_REPLY)
 
 
 class CertificateReloader:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from encserve_client._grpc.channel import Connection, parse_reply
+from encserve_client._grpc.channel import Connection, event_of_reply, parse_reply
 from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import UNREADABLE_REPLY, failure_of_call
@@ -55,7 +55,7 @@ class SyncWire:
                     self._calls[call] = connection  # `aclose` cancels the call if `_assemble` raises
                 self._assemble(call, message, request)
             elif alone:
-                self._events.put(_answer(message, method(request, **options)))
+                self._events.put(event_of_reply(message, method(request, **options)))
             else:
                 with delayed_interrupt():
                     call = method.future(request, **options)
@@ -151,12 +151,5 @@ def _translate_error(error: ValueError) -> Exception:
 
 def _event_of(done: _FinishedCall) -> Event:
     if done.call.code() is grpc.StatusCode.OK:
-        try:
-            return _answer(done.message, done.call.result())
-        except DecodeError:
-            return Failed(done.message, UNREADABLE_REPLY)
+        return event_of_reply(done.message, done.call.result())
     return Failed(done.message, failure_of_call(done.call))
-
-
-def _answer(message: Message, reply: bytes) -> Answered:
-    return Answered(message, parse_reply(message.request, reply))
