@@ -186,19 +186,20 @@ async def test_one_slow_request_is_refused_in_each_turn_of_the_event_loop(monkey
 
 
 async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = places_of(FakeClock(), monkeypatch, 8)
+    clock = FakeClock()
+    places = places_of(clock, monkeypatch, 8)
     turns, turns_of_parts = 0, list[int]()
 
     async def count_turns() -> None:
         nonlocal turns
         while True:
             await asyncio.sleep(0)
+            clock.advance(0.001)
             turns += 1
 
     async def read_body() -> None:
-        with Arrival(places, "a", reserves=False) as arrival:
-            for _ in range(3):
-                await arrival.next_turn()
+        for _ in range(3):
+            async with places.turn():
                 turns_of_parts.append(turns)
 
     counting = asyncio.create_task(count_turns())
@@ -208,6 +209,37 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
     await asyncio.gather(*(read_body() for _ in range(20)))
     counting.cancel()
     assert len(set(turns_of_parts)) == 60
+
+
+@pytest.mark.parametrize(
+    ("parts_s", "rest_s"),
+    [
+        ([0.002], 0.006),
+        ([0.0005] * 4, 0.006),  # the single rests, 0.0015, are too short for a sleep
+        ([6.0], 0.05),  # the process was suspended
+    ],
+)
+async def test_bodies_rest_longer_than_a_part_took(
+    monkeypatch: pytest.MonkeyPatch, parts_s: list[float], rest_s: float
+) -> None:
+    """Costly parts leave most of the event loop's time for other calls, even if they belong to one body."""
+    clock = FakeClock()
+    places = places_of(clock, monkeypatch, 8)
+    for part_s in parts_s:
+        async with places.turn():
+            clock.advance(part_s)
+    began = list[float]()
+
+    async def read_part() -> None:
+        async with places.turn():
+            began.append(clock.now())
+
+    reading = asyncio.create_task(read_part())
+    for _ in range(200):
+        await asyncio.sleep(0)
+        clock.advance(0.001)
+    await reading
+    assert began == [pytest.approx(sum(parts_s) + rest_s, abs=0.0015)]
 
 
 async def test_a_new_watch_replaces_an_old_one_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, Protocol, TypeVar
 
 from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, EncserveError
@@ -39,9 +39,13 @@ BYTES_PER_SECOND = 64 * 1024
 # requests are complete at the first look.
 LOOK_SECONDS = 0.1
 _PROMPT_LOOKS = 2
-# The pause between two parts of different bodies, and after the refusal of a slow request. Tiny parts and refusals cost
-# much CPU time; the pause leaves half for other calls.
+# The pause between two parts of different bodies, and after the refusal of a slow request.
 _PAUSE_SECONDS = 0.001
+# For each second that parts of bodies take, all bodies rest for 3 seconds. So parts take at most a quarter of the event
+# loop's time, even if they consist of tiny chunks. The time in which aiohttp receives bytes does not count. Short rests
+# add up until they are long enough for a sleep. If the process was suspended during a part, the rest is limited.
+_REST_PER_SECOND = 3
+_LEAST_REST_SECONDS, _MOST_REST_SECONDS = 0.005, 0.05
 # The minimum number of places, even if the byte budget is small.
 _LEAST_PLACES = 64
 # Calls that may come without a key may together hold at most an eighth of the places.
@@ -206,16 +210,6 @@ class Arrival:
         self.size += size
         self.seconds += size / BYTES_PER_SECOND
 
-    async def next_turn(self) -> None:
-        """Let the event loop do other work, before a part of a body. In each turn of the loop, only one body continues.
-
-        If many bodies arrive, a pause comes before each turn. So other calls need not wait for all bodies.
-        """
-        turn = self._places.turn
-        pause_s = _PAUSE_SECONDS if turn.locked() else 0.0
-        async with turn:
-            await asyncio.sleep(pause_s)
-
     def end(self, error: EncserveError) -> None:
         """End the call with an error, and free its place at once."""
         self._places.arrivals.pop(self, None)
@@ -243,7 +237,6 @@ class Places:
         reserved_bytes: The number of bytes that the place of a gRPC call reserves.
         arrivals: The requests that are not complete, and the open streams; the oldest first.
         looks: How many times `watch` has looked at the arrivals.
-        turn: The lock that lets only one body continue in a turn of the event loop.
         clock: The time.
     """
 
@@ -266,8 +259,31 @@ class Places:
         self.clock = clock
         self._draining = draining
         self.looks = 0
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._rested_at = -math.inf  # the end of the rest of all bodies
         self.arrivals: dict[Arrival, None] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn to handle one part of a body. The part is handled inside the block, without an await.
+
+        In each turn of the event loop, only one body continues. If many bodies arrive, or if the last parts were
+        costly, a pause comes before the turn. So other calls need not wait for all bodies.
+        """
+        is_busy = self._turn.locked()
+        async with self._turn:
+            rest_s = self._rested_at - self.clock.now()
+            if rest_s >= _LEAST_REST_SECONDS:
+                await self.clock.sleep(rest_s)
+            else:
+                await asyncio.sleep(_PAUSE_SECONDS if is_busy else 0.0)
+            began = self.clock.now()
+            try:
+                yield
+            finally:
+                now = self.clock.now()
+                rest_s = max(self._rested_at - began, 0.0) + _REST_PER_SECOND * (now - began)
+                self._rested_at = now + min(rest_s, _MOST_REST_SECONDS)
 
     async def watch(self) -> None:
         """End requests that arrive too slowly, until cancelled."""

@@ -70,8 +70,9 @@ async def _read_parts(content: StreamReader, limit: int, call: Call, places: Pla
     blocks, block = [], io.BytesIO()
     with Arrival(places, call.account, reserves=False) as arrival:
         while not content.at_eof():  # so the last part is not followed by a turn
-            await arrival.next_turn()  # aiohttp delivers up to 64 KiB or 256 chunks in one step
-            part = await content.readany()
+            async with places.turn():
+                part = content.read_nowait()  # here aiohttp parses up to 64 KiB or 256 chunks of the following part
+            part = part or await content.readany()
             arrival.progress(size=len(part))
             if arrival.size > limit:
                 raise _too_large("longer", limit)
