@@ -3,7 +3,6 @@
 A golden checkpoint is a small model in tests/data. tests/data also has hidden states from the model's original code.
 """
 
-import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -44,16 +43,6 @@ class Checkpoint:
 
     def rename(self, change: Callable[[str], str]) -> None:
         self.save({change(name): tensor for name, tensor in self.tensors().items()})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen_libraries() -> None:
-    """Exclude the objects of libraries that earlier modules have imported, such as transformers, from collections.
-
-    Each export makes a full collection. With these objects, a collection takes 0.2 s.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def test_commands_of_the_page_of_open_inference(minilm: RealServer, tmp_path: Pa
     short = "2 --measurement-mode count_windows --measurement-request-count 20 --stability-percentage 999"
     analyze = analyze.replace("localhost:50051", minilm.target).replace("1:8", short)
     path = f"{analyzer.parent}{os.pathsep}{os.environ['PATH']}"
-    report = run_commands(tmp_path, f"export PATH={path}\n{analyze}", **environment)
+    report = run_commands(tmp_path, analyze, PATH=path, **environment)
     assert "Failed" not in report
     assert "throughput" in report.lower()
 

@@ -55,13 +55,18 @@ def blocks(page: str) -> list[Block]:
     return [Block(*groups) for groups in _BLOCK.findall((DOCS / page).read_text())]
 
 
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command: our programs are on the path. `variables` come last."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return clean_environment({"PATH": path, **variables})
+
+
 def run_commands(folder: Path, commands: str, **variables: str) -> str:
     """Run lines with bash in a folder, and return their standard output. A command that fails ends the test."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,
-        env=clean_environment({"PATH": path, **variables}),
+        env=_environment(variables),
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +77,6 @@ def run_commands(folder: Path, commands: str, **variables: str) -> str:
 
 def run_until_ready(folder: Path, command: str, port: int, **variables: str) -> None:
     """Run a program that ends only if it is stopped. Wait until its HTTP port answers, and stop the program."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     url = f"http://127.0.0.1:{port}{_READY[command.split()[0]]}"
     log = folder / "log.txt"
     with (
@@ -80,7 +84,7 @@ def run_until_ready(folder: Path, command: str, port: int, **variables: str) -> 
         subprocess.Popen(
             ["/bin/bash", "-c", f"exec {command}"],
             cwd=folder,
-            env=clean_environment({"PATH": path, **variables}),
+            env=_environment(variables),
             stdout=output,
             stderr=output,
         ) as process,

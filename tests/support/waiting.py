@@ -1,4 +1,4 @@
-"""Waits until a condition is true, or until objects are freed without the cycle collector."""
+"""Waits until a condition is true, and turns the cycle collector off for tests of what is freed without it."""
 
 import asyncio
 import gc

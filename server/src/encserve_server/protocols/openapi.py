@@ -1,6 +1,6 @@
 """The description of all routes: `/openapi.json` (OpenAPI 3.1) for programs, and the page `/docs` for people.
 
-The first call of each generates it from four sources: the structs of the bodies, the types of the replies, the
+The first call of either generates both from four sources: the structs of the bodies, the types of the replies, the
 docstrings of these classes, and the table of errors.
 """
 
@@ -59,24 +59,18 @@ class DocsRoutes:
     async def openapi(self, request: Request, call: Call) -> Reply:
         """Return the description of all routes as an OpenAPI 3.1 document."""
         del request, call
-        return Reply(self._json)
+        return Reply(self._written[0])
 
     async def docs(self, request: Request, call: Call) -> Reply:
         """Show the description of all routes as a page for people."""
         del request, call
-        return Reply(self._page, _HTML_HEADERS)
+        return Reply(self._written[1], _HTML_HEADERS)
 
     @cached_property
-    def _document(self) -> dict[str, Any]:
-        return document_of(self._routes)
-
-    @cached_property
-    def _json(self) -> bytes:
-        return orjson.dumps(self._document)
-
-    @cached_property
-    def _page(self) -> bytes:
-        return page_of(self._document).encode()
+    def _written(self) -> tuple[bytes, bytes]:
+        """The document for programs, and the page for people."""
+        document = document_of(self._routes)
+        return orjson.dumps(document), page_of(document).encode()
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
