@@ -59,9 +59,10 @@ demo: $(VENV)/.demo  ## Serve a real model, encode a sentence, compare a few, sh
 serve: $(VENV)/.demo  ## Serve the demo's model until Ctrl-C: gRPC on 50051, HTTP on 8080, metrics on 9464.
 	$(BIN)/encserve serve "$(MODEL)=$(CHECKPOINT)"
 
-# The suites that use most CPU time or wait most start first. `make` runs a target once, even if it is named twice.
+# The suites that use most CPU time or wait most start first. `make` runs a target once, even if it is named twice. The
+# server's tests take longest, because they wait. So the other suites have a lower priority.
 test: $(VENV)/.installed  ## Run every check and the fast tests, three at a time; JOBS=4 for more.
-	+@$(PARALLEL) test-export test-server test-client $(CHECKS) $(SUITES)
+	+@$(PARALLEL) GIVE_WAY='nice -n 5' test-export test-server test-client $(CHECKS) $(SUITES)
 
 test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
 	+@$(PARALLEL) TIER=system $(SLOW_SUITES) $(SUITES)
@@ -72,7 +73,7 @@ test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedu
 	@$(MAKE) --no-print-directory TIER=weekly $(ALONE)
 
 $(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed
-	$(BIN)/python -m pytest -q --tier $(TIER) tests/$*
+	$(if $(filter-out test-server,$@),$(GIVE_WAY)) $(BIN)/python -m pytest -q --tier $(TIER) tests/$*
 
 lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles  ## Check style, formatting, imports, words, the contracts and Dockerfiles.
 	$(BIN)/ruff check .

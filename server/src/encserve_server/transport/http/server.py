@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -89,7 +88,7 @@ class HttpServer:
         app: Answers requests.
         port: The port, after the start.
         connections: The open connections.
-        handshakes: The tasks of TLS handshakes.
+        openings: The tasks that open connections. With TLS, a task lasts as long as the handshake.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class HttpServer:
         self.port = 0
         self.connections: set[Connection] = set()
         self._is_serving = is_serving
-        self.handshakes: set[asyncio.Task[None]] = set()
+        self.openings: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections
         self._certificates = certificates
         # aiohttp logs callers' mistakes and disconnects as errors.
@@ -133,7 +132,6 @@ class HttpServer:
             logger=quiet,
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_CLOSE_SECONDS)
-        self._listening: list[asyncio.Server] = []
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, host: str, port: int) -> None:
@@ -147,18 +145,13 @@ class HttpServer:
         for listener in open_listeners(host, port, _BACKLOG):
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit this option from the listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
+            listener.setblocking(False)
             self.port = listener.getsockname()[1]
-            if self._certificates is None:
-                self._listening.append(await loop.create_server(self._make_connection, sock=listener, backlog=_BACKLOG))
-            else:
-                listener.setblocking(False)
-                self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))
+            self._accepting[listener] = loop.create_task(self._accept(listener))
 
     async def close(self, grace_seconds: float) -> None:
         """Close idle connections now. Close each other connection after its reply, or after `grace_seconds`."""
-        for listening in self._listening:
-            listening.close()
-        for task in (ending := [*self._accepting.values(), *self.handshakes]):
+        for task in (ending := [*self._accepting.values(), *self.openings]):
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         for listener in self._accepting:
@@ -174,11 +167,11 @@ class HttpServer:
             idle[0].close()
         return Connection(self._server(), self.connections)
 
-    async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
-        """Accept connections and start their TLS handshakes, until cancelled.
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled. In each turn of the event loop, only one connection is accepted.
 
-        asyncio's own TLS server does not report connections during their handshake. So the number of these connections
-        would be unlimited.
+        The servers of asyncio and uvloop accept all waiting connections in one turn. These servers also do not report
+        connections during their TLS handshake, so the number of these connections would be unlimited.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -188,29 +181,33 @@ class HttpServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
             connection = self._make_connection()
-            if isinstance(connection, Refusal) and len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
+            if isinstance(connection, Refusal) and len(self.openings) >= self._max_connections + _SPARE_HANDSHAKES:
                 accepted.close()
-                continue
-            handshake = loop.create_task(self._encrypt(accepted, connection, certificates.current.context))
-            self.handshakes.add(handshake)
-            handshake.add_done_callback(self.handshakes.discard)
-            if isinstance(connection, Connection):
-                connection.handshake = handshake
-                handshake.add_done_callback(partial(self._end_handshake, connection))
+            else:
+                opening = loop.create_task(self._open(accepted, connection))
+                self.openings.add(opening)
+                opening.add_done_callback(self.openings.discard)
+                if isinstance(connection, Connection):
+                    connection.opening = opening
+                    opening.add_done_callback(partial(self._end_opening, connection))
+            await asyncio.sleep(0)
 
-    def _end_handshake(self, connection: Connection, _: object) -> None:
+    def _end_opening(self, connection: Connection, _: object) -> None:
         """Forget a connection whose handshake failed."""
         if not connection.host:
             self.connections.discard(connection)
 
-    async def _encrypt(
-        self, accepted: socket.socket, connection: Connection | Refusal, context: ssl.SSLContext
-    ) -> None:
+    async def _open(self, accepted: socket.socket, connection: Connection | Refusal) -> None:
+        """Open a connection, with a TLS handshake if the server uses TLS."""
+        loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # the handshake or the connection failed, or took too long
-            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            if self._certificates is None:
+                await loop.connect_accepted_socket(lambda: connection, accepted)
+                return
+            transport, _ = await loop.connect_accepted_socket(
                 lambda: connection,
                 accepted,
-                ssl=context,
+                ssl=self._certificates.current.context,
                 ssl_handshake_timeout=_HANDSHAKE_SECONDS,
                 ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
             )
