@@ -201,6 +201,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
     assert await version_of(server) == "tiny@2 b"
     assert await listed(server) == "tiny@2*"
     await until(lambda: repository.closed == [True, False])
+    repository.stop_waiting()  # a scan that waits would block the thread that frees memory
     await until(lambda: repository.collections == 1)
     with pytest.raises(Failed, match="'1' of tiny; the versions are 2") as caught:
         await version_of(server, model_version="1")
