@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import socket
 from pathlib import Path
@@ -259,22 +258,6 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
         assert (await post(server, "/embed", TEXT)).status_code == 200
         writer.write(ONE[-1:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-
-
-async def test_one_connection_is_accepted_in_a_turn_of_the_event_loop(shared: FakeServer) -> None:
-    """Many connections arrive at the same time. Between two of them, the server runs everything else."""
-    assert shared.app._http is not None
-    connections = shared.app._http.connections
-    await until(lambda: not connections)
-    with contextlib.ExitStack() as stack:
-        for _ in range(20):
-            stack.enter_context(socket.create_connection(("127.0.0.1", shared.app.http_port)))
-        counts = [0]
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while counts[-1] < 20:
-                await asyncio.sleep(0)
-                counts.append(len(connections))
-    assert {after - before for before, after in itertools.pairwise(counts)} <= {0, 1}
 
 
 async def test_a_new_connection_replaces_a_silent_one(start_server: StartServer) -> None:

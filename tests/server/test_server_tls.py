@@ -151,7 +151,7 @@ async def test_old_tls_and_plaintext_are_refused(shared_tls: FakeServer, made: C
         with pytest.raises(httpx.TransportError):
             async with httpx.AsyncClient(trust_env=False) as client:
                 await client.get(f"http://127.0.0.1:{getattr(shared_tls.app, port)}/healthz")
-    await until(lambda: not shared_tls.app._http.openings)  # type: ignore[union-attr]
+    await until(lambda: not shared_tls.app._http.handshakes)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -513,14 +513,14 @@ async def test_incomplete_handshakes_are_closed(
     context = context_of(made.ca)
     async with contextlib.AsyncExitStack() as silent:
         readers = [(await silent.enter_async_context(raw(server)))[0] for _ in range(2)]
-        await until(lambda: len(http.openings) == 2)
+        await until(lambda: len(http.handshakes) == 2)
         assert await http_call(server, context) == 200
         readers.append((await silent.enter_async_context(raw(server)))[0])
         assert await http_call(server, context) == 200  # the fourth connection replaces the oldest silent one
         readers += [(await silent.enter_async_context(raw(server)))[0] for _ in range(3)]
         for reader in readers:
             assert await asyncio.wait_for(reader.read(), 5) == b""
-        assert not http.openings
+        assert not http.handshakes
     assert await http_call(server, context) == 200
 
     with socket.create_connection(("127.0.0.1", server.app.metrics_port)) as quiet:

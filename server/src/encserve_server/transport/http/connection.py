@@ -40,11 +40,11 @@ class Connection(asyncio.BufferedProtocol):
     unneeded blanks, the estimate is too high. So it is set to 0 after a second without a request.
 
     Attributes:
-        host: The address of the other end; empty until the connection is open.
+        host: The address of the other end; empty until the TLS handshake has ended.
         has_called: Whether a call on this connection was accepted.
         idle_since: The event loop's time at which the last request ended, or at which the connection began. Infinity
             during a request.
-        opening: The task that opens the connection, with a TLS handshake if the server uses TLS.
+        handshake: The task of the TLS handshake.
     """
 
     def __init__(self, inner: web.RequestHandler, open_connections: set["Connection"]) -> None:
@@ -52,7 +52,7 @@ class Connection(asyncio.BufferedProtocol):
         self.host = ""
         self.has_called = False
         self.idle_since = asyncio.get_running_loop().time()
-        self.opening: asyncio.Task[None] | None = None
+        self.handshake: asyncio.Task[None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._content: StreamReader | None = None  # the reader of an incomplete body in chunks
         self._body_bytes = 0
@@ -81,8 +81,8 @@ class Connection(asyncio.BufferedProtocol):
         self._open_connections.discard(self)
         if self._transport is not None:
             self._transport.abort()
-        elif self.opening is not None:
-            self.opening.cancel()
+        elif self.handshake is not None:
+            self.handshake.cancel()
 
     def begin(self) -> None:
         """Record that the handling of a request begins."""

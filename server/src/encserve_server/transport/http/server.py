@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -88,7 +89,7 @@ class HttpServer:
         app: Answers requests.
         port: The port, after the start.
         connections: The open connections.
-        openings: The tasks that open connections. With TLS, a task lasts as long as the handshake.
+        handshakes: The tasks of TLS handshakes.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class HttpServer:
         self.port = 0
         self.connections: set[Connection] = set()
         self._is_serving = is_serving
-        self.openings: set[asyncio.Task[None]] = set()
+        self.handshakes: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections
         self._certificates = certificates
         # aiohttp logs callers' mistakes and disconnects as errors.
@@ -132,6 +133,7 @@ class HttpServer:
             logger=quiet,
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_CLOSE_SECONDS)
+        self._listening: list[asyncio.Server] = []
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, host: str, port: int) -> None:
@@ -145,13 +147,18 @@ class HttpServer:
         for listener in open_listeners(host, port, _BACKLOG):
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit this option from the listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
-            listener.setblocking(False)
             self.port = listener.getsockname()[1]
-            self._accepting[listener] = loop.create_task(self._accept(listener))
+            if self._certificates is None:
+                self._listening.append(await loop.create_server(self._make_connection, sock=listener, backlog=_BACKLOG))
+            else:
+                listener.setblocking(False)
+                self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))
 
     async def close(self, grace_seconds: float) -> None:
         """Close idle connections now. Close each other connection after its reply, or after `grace_seconds`."""
-        for task in (ending := [*self._accepting.values(), *self.openings]):
+        for listening in self._listening:
+            listening.close()
+        for task in (ending := [*self._accepting.values(), *self.handshakes]):
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         for listener in self._accepting:
@@ -167,11 +174,11 @@ class HttpServer:
             idle[0].close()
         return Connection(self._server(), self.connections)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections until cancelled. In each turn of the event loop, only one connection is accepted.
+    async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
+        """Accept connections and start their TLS handshakes, until cancelled.
 
-        The servers of asyncio and uvloop accept all waiting connections in one turn. These servers also do not report
-        connections during their TLS handshake, so the number of these connections would be unlimited.
+        asyncio's own TLS server does not report connections during their handshake. So the number of these connections
+        would be unlimited.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -181,33 +188,29 @@ class HttpServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
                 continue
             connection = self._make_connection()
-            if isinstance(connection, Refusal) and len(self.openings) >= self._max_connections + _SPARE_HANDSHAKES:
+            if isinstance(connection, Refusal) and len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
                 accepted.close()
-            else:
-                opening = loop.create_task(self._open(accepted, connection))
-                self.openings.add(opening)
-                opening.add_done_callback(self.openings.discard)
-                if isinstance(connection, Connection):
-                    connection.opening = opening
-                    opening.add_done_callback(partial(self._end_opening, connection))
-            await asyncio.sleep(0)
+                continue
+            handshake = loop.create_task(self._encrypt(accepted, connection, certificates.current.context))
+            self.handshakes.add(handshake)
+            handshake.add_done_callback(self.handshakes.discard)
+            if isinstance(connection, Connection):
+                connection.handshake = handshake
+                handshake.add_done_callback(partial(self._end_handshake, connection))
 
-    def _end_opening(self, connection: Connection, _: object) -> None:
+    def _end_handshake(self, connection: Connection, _: object) -> None:
         """Forget a connection whose handshake failed."""
         if not connection.host:
             self.connections.discard(connection)
 
-    async def _open(self, accepted: socket.socket, connection: Connection | Refusal) -> None:
-        """Open a connection, with a TLS handshake if the server uses TLS."""
-        loop = asyncio.get_running_loop()
+    async def _encrypt(
+        self, accepted: socket.socket, connection: Connection | Refusal, context: ssl.SSLContext
+    ) -> None:
         with contextlib.suppress(OSError):  # the handshake or the connection failed, or took too long
-            if self._certificates is None:
-                await loop.connect_accepted_socket(lambda: connection, accepted)
-                return
-            transport, _ = await loop.connect_accepted_socket(
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
                 accepted,
-                ssl=self._certificates.current.context,
+                ssl=context,
                 ssl_handshake_timeout=_HANDSHAKE_SECONDS,
                 ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
             )
