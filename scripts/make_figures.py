@@ -2,7 +2,6 @@
 
 A page encloses a part with figures in two comments, `<!-- figures: NAME -->` and `<!-- end of figures -->`. The script
 replaces the text between the comments. A file in docs/measurements is the output of a program in bench/ with --json.
-If the file of a part is missing, the part stays as it is, and the script names the file.
 """
 
 import argparse
@@ -276,8 +275,6 @@ def text_of(page: str, measurements: Path = MEASUREMENTS) -> str:
 
     def replace(found: re.Match[str]) -> str:
         part = PARTS[found["name"]]
-        if _absent(part, measurements):
-            return found[0]
         files = (measurements / f"{name}.json" for name in part.files)
         text = part.text(*(json.loads(path.read_text(encoding="utf-8")) for path in files))
         space = "" if part.is_inline else "\n\n"
@@ -286,20 +283,7 @@ def text_of(page: str, measurements: Path = MEASUREMENTS) -> str:
     return _PART.sub(replace, page)
 
 
-def missing(page: str, measurements: Path = MEASUREMENTS) -> dict[str, list[str]]:
-    """Return the files that a page's parts lack, by the name of the part."""
-    absent = {found["name"]: _absent(PARTS[found["name"]], measurements) for found in _PART.finditer(page)}
-    return {part: files for part, files in absent.items() if files}
-
-
-def _absent(part: Part, measurements: Path) -> list[str]:
-    return [name for name in part.files if not (measurements / f"{name}.json").exists()]
-
-
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     for path in pages():
-        page = path.read_text(encoding="utf-8")
-        path.write_text(text_of(page), encoding="utf-8")
-        for part, files in missing(page).items():
-            print(f"{path.relative_to(ROOT)}: {part} stays as it is, without docs/measurements/{', '.join(files)}.json")
+        path.write_text(text_of(path.read_text(encoding="utf-8")), encoding="utf-8")

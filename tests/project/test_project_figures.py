@@ -88,12 +88,6 @@ def test_plots_are_current(tmp_path: Path) -> None:
     )
 
 
-def test_a_part_without_its_measurement_stays_and_is_named(tmp_path: Path) -> None:
-    assert filled("targets", tmp_path, peers=comparison()) == "old"
-    page = "<!-- figures: targets --><!-- end of figures --> <!-- figures: ratio --><!-- end of figures -->"
-    assert make_figures.missing(page, tmp_path) == {"targets": ["compare", "bulk", "rerank"]}
-
-
 def test_a_comparison_with_other_programs(tmp_path: Path) -> None:
     text = filled("peers", tmp_path, peers=comparison())
     assert text.splitlines()[2:7] == [
