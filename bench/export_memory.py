@@ -3,8 +3,8 @@
     python bench/export_memory.py [--size base|large ...] [--route ROUTE ...] [--precision PRECISION ...] [--json FILE]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased, with random weights. Each export runs in a new
-process. The measured memory is the peak memory minus the memory after the imports. The peak comes from the Linux kernel
-and includes mapped files. The program runs on Linux only.
+process with one thread of PyTorch. The measured memory is the peak memory minus the memory after the imports. The peak
+comes from the Linux kernel and includes mapped files. The program runs on Linux only.
 
 The bound of the measured memory is 3 times the size of the float32 weights, plus 500 MB. If an export exceeds the
 bound, the exit status is 1.
@@ -12,6 +12,7 @@ bound, the exit status is 1.
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -107,6 +108,7 @@ def _memory_mb(field: str) -> float:
 
 def measure_export(route: str, precision: str, source: Path) -> tuple[float, float]:
     """Export in a new process; return the CPU seconds and the measured memory in MB of 10⁶ bytes."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the new processes
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=source) as models, ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(_measure, route, precision, source, Path(models)).result()
