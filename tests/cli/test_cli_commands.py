@@ -46,7 +46,7 @@ async def encserve(
     Tables must not be wider. JSON, the output of `models`, and error messages may be wider.
     """
     result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
-    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or status
+    assert max(map(len, result.output.splitlines()), default=0) <= 80 or {"--json", "models"} & set(arguments) or status
     return result
 
 
@@ -364,6 +364,15 @@ async def test_models(service: FakeEncoder) -> None:
     }
     [model] = json.loads((await encserve(service, "models", "--json")).stdout)
     assert (model["max_request_tokens"], model["max_outputs"]) == (65536, 16)
+
+
+async def test_models_of_a_server_that_is_loading(service: FakeEncoder) -> None:
+    """The user learns why the list is empty. JSON stays an empty list."""
+    service.is_loading = True
+    result = await encserve(service, "models")
+    assert (result.stdout, result.stderr) == ("", "no models: the server may still be loading; see the server's log\n")
+    result = await encserve(service, "models", "--json")
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 async def test_metadata_of_every_call(service: FakeEncoder) -> None:

@@ -166,6 +166,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     space_id: str = "s2-" + "5" * 32
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
+    is_loading: bool = False  # whether the list of models is still empty
     model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # fields that `info` adds or replaces
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
@@ -321,7 +322,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
-        return pb.ListModelsResponse(models=[self.info()])
+        return pb.ListModelsResponse(models=[] if self.is_loading else [self.info()])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:  # noqa: N802
         self.n_get_model += 1

@@ -109,6 +109,8 @@ def models(client: "EncoderClient", as_json: bool) -> None:
         click.echo(json.dumps([asdict(model) for model in loaded], ensure_ascii=False))
     else:
         render.print_models(loaded)
+        if not loaded:
+            click.echo("no models: the server may still be loading; see the server's log", err=True)
 
 
 cli.add_command(serve)
