@@ -130,7 +130,7 @@ def test_invalid_options_are_refused(wanted: dict[str, Any], text: str) -> None:
         (5, r"^input is a single id; for one sequence of ids pass \[ids\]$"),
         (None, "^input must be a text, .* was NoneType$"),
         (np.zeros((2, 2, 2)), r"^input must be a \(seq,\) array .* was \(2, 2, 2\) of float64$"),
-        (np.array([[1, np.inf]]), "^input must be finite in row 0, column 1; was inf$"),
+        (np.array([[1, np.inf]]), "^input must be finite; was inf in row 0, column 1$"),
         ([1, 2**63], r"^input\[1\] must be an integer of 64 bits; was 9223372036854775808$"),
     ],
 )

@@ -99,7 +99,7 @@ _RAY: _Options = {
     "--ray": {
         "metavar": "ADDRESS",
         "help": "Run --bundle on this cluster. ray://HOST:PORT names a cluster. auto finds a running cluster, as "
-        "ray.init does. local starts a cluster. Needs ray.",
+        "ray.init does. With local, the command starts a cluster on this machine. Needs ray.",
     },
     "--actors": {
         "type": _AT_LEAST_1,

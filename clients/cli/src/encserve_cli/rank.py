@@ -25,8 +25,8 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
         rare_option(
             "--activation",
             type=click.Choice(["none", "sigmoid", "softmax"]),
-            help="Turn the logits of a cross-encoder into scores. none keeps the logits. softmax is only for models "
-            "with several labels. Default: the model's own.",
+            help="Turn the logits of a cross-encoder into scores. With none, the scores are the logits. softmax is "
+            "only for models with several labels. Default: the model's own.",
         ),
         rare_option(
             "--prompt-name",
@@ -115,8 +115,8 @@ def score(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
       scores             the scores of all labels, for a model with several
       others             the columns of --keep
 
-    After a stop, the same command computes the missing rows. Pairs that are too long are cut. --bundle runs
-    cross-encoders and classifiers; a server computes scores with every model.
+    After a stop, the same command computes the missing rows. Pairs that are too long are cut. With --bundle, the model
+    must be a cross-encoder or a classifier. A server also computes scores with embedding models.
     """  # noqa: D301 - click reads a real \b
     from encserve_cli.job.command import run_embedding  # imports pyarrow, which is slow
 

@@ -49,11 +49,11 @@ def embed(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
       .npy, .csv    one vector for each text
       .npz          one vector: rows (texts, width)
                     MaxSim: rows (all vectors, width), lengths (texts,) and, if
-                    vectors have tokens, token_indices
+                    no vectors were merged, token_indices
                     weights: the format of scipy.sparse.load_npz
       .jsonl        a line for each text
-      .parquet      text, and vector, rows and token_indices, or indices and
-                    values
+      .parquet      text or ids, and one of: vector; rows and token_indices;
+                    indices and values
 
     --output FOLDER/ runs a job. The job fills the folder with .parquet files. The rows are in the order of the inputs.
     After a stop, the same command computes the missing rows.
@@ -90,8 +90,8 @@ def similarity(
     """Print the similarity of TEXTs.
 
     If the model gives one vector for each text, the command prints the similarity of every two texts. The similarity
-    function is the model's, or cosine if the model has none. With vectors for MaxSim or weights over the vocabulary,
-    the first text is the query and the other texts are documents. The command then prints the similarity of each
+    function is the model's, or cosine if the model has none. If the kind is multi_vector or sparse, the first
+    text is the query and the other texts are documents. The command then prints the similarity of each
     document to the query. --task sets the same task for all texts.
     """
     from encserve_cli import similarity_run

@@ -96,7 +96,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """Print the errors of commands, and other errors, as one line on stderr, and exit with status 1.
+    """Print the errors of commands, and the errors `others`, as one line on stderr, and exit with status 1.
 
     An error about an argument of the client names the option instead. If the reader of stdout has closed the pipe, as
     in `encserve … | head -1`, click exits with status 1 and prints nothing.

@@ -135,7 +135,7 @@ def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]
 
 
 def check_input(item: object, name: str) -> Input:
-    """Check the type of an input, and return the input. `pack_input` checks the ids and the numbers.
+    """Check the type of an input, and return the input. `pack_input` checks ids and the values of vectors.
 
     Raises:
         InvalidInputError: The item is not a text, a sequence of ids, or an array of vectors.
@@ -220,6 +220,6 @@ def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
         row, column = (int(index) for index in np.argwhere(~finite)[0])
         value = float(array[row, column])
         largest = np.finfo(np.float32).max
-        rule = f"have a magnitude of at most {largest:g}, to fit into float32," if math.isfinite(value) else "be finite"
-        raise InvalidInputError(f"must {rule} in row {row}, column {column}; was {value:g}", field=name)
+        rule = f"have a magnitude of at most {largest:g}, to fit into float32" if math.isfinite(value) else "be finite"
+        raise InvalidInputError(f"must {rule}; was {value:g} in row {row}, column {column}", field=name)
     return pb.TokenEmbeddings(width=vectors.shape[1], data_type=data_type, data=vectors.tobytes())

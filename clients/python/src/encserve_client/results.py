@@ -83,7 +83,7 @@ class SparseVector:
 class EncodedOutput:
     """One output of all inputs.
 
-    If an input failed, the methods that return all inputs raise the error of the first failed input.
+    If an input failed, a method that returns the outputs of all inputs raises the error of the first failed input.
 
     Attributes:
         kind: The kind of the rows; a number if this library has no name for the kind.
@@ -195,8 +195,8 @@ class SequenceInfo:
         token_count: Number of tokens in the model's input, special tokens included.
         original_token_count: Number of tokens before truncation.
         truncated: Whether tokens were cut off.
-        token_ids: int64 ids, special tokens included. With detail "tokens", set for texts. `inspect` sets the ids for
-            texts and for token ids. Otherwise None.
+        token_ids: int64 ids, special tokens included. With detail "tokens", the ids are set for texts. `inspect` sets
+            the ids for texts and for token ids. Otherwise None.
         offsets: (token_count, 2) int64: start and end (exclusive) of each token in the text, in the call's
             `offset_unit`; (0, 0) for special tokens. Set for texts. Otherwise None.
         special: bool, True for special tokens. Set for texts, and for token ids with `exclude_special_tokens`.

@@ -12,7 +12,7 @@ _END = re.compile(r"[.!?…]+[\"'”’»)\]]*(?=\s|$)|[。！？]+[」』”’
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Split a text into sentences by punctuation only. So "Dr. Smith" is also split.
+    """Split a text into sentences by punctuation and empty lines. So "Dr. Smith" is also split.
 
     Returns:
         (start, end) of each sentence in code points, without the white space around the sentence. No range is empty.

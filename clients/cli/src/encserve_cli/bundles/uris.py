@@ -1,4 +1,4 @@
-"""Copies the bundle of a URI. The import of pyarrow is slow, so only the copies import this module."""
+"""Copies the bundle of a URI. Importing pyarrow is slow, so import this module only for a URI."""
 
 from pathlib import Path, PurePosixPath
 
@@ -12,7 +12,7 @@ from encserve_cli.files.storage import filesystem_of
 _MB = 1_000_000
 _CHUNK_BYTES = 4 * 1024 * 1024
 
-# The path of a file in its store, its size in bytes, and its time in ns since 1970; 0 if unknown.
+# A file: the path in the store, the size in bytes, and the time of the last change in ns since 1970 (0 if unknown).
 RemoteFile = tuple[str, int, int]
 
 
@@ -20,7 +20,8 @@ def list_bundle(uri: str) -> list[RemoteFile]:
     """Return the files of a bundle, sorted.
 
     Raises:
-        ValueError: The URI holds a secret, is of an unknown kind, or is not the URI of a bundle.
+        ValueError: The URI holds a secret, is of an unknown kind, or is not the URI of a bundle. Or the path of a
+            file has '..'.
         OSError: The store does not answer.
     """
     check_no_secret(uri)

@@ -131,9 +131,9 @@ def reads_texts(command: Command) -> Command:
         wrapper,
         click.argument("texts", nargs=-1, metavar="[TEXT]..."),
         _INPUT(
-            help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. All but .parquet may end in .gz or .zst. FILE is "
-            "a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as 'corpus/*.parquet'. With '-', "
-            "the command reads standard input, one text on each line. May be repeated.",
+            help="Read a file: .txt, .jsonl, .csv, .tsv, or .parquet. Formats other than .parquet may be compressed, "
+            "as .gz or .zst. FILE is a path, a URI such as s3://bucket/texts.csv, or a pattern in quotes such as "
+            "'corpus/*.parquet'. With '-', the command reads standard input, one text on each line. May be repeated.",
         ),
         click.option("--column", metavar="NAME", help='The column of the inputs. Default: "text", or the only column.'),
         rare_option("--text", "only_texts", is_flag=True, help="Every TEXT is a text, even if it looks like a file."),

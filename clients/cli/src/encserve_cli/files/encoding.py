@@ -17,8 +17,8 @@ R = TypeVar("R")
 # The errors of an input itself. Other errors, such as a crash of the server, hit all inputs of a message.
 REFUSALS = (InvalidRequestError, InferenceError)
 
-# A block is sent as several messages. Its token vectors fit into memory. A block has at most about 16,000 tokens of
-# English text, and at most this many inputs.
+# A block is sent as several messages. Its token vectors fit into memory. `_BLOCK_BYTES` is about 16,000 tokens of
+# English text. An input of more bytes is a block of its own.
 _BLOCK_BYTES = 64 * 1024
 _BLOCK_INPUTS = 2048
 # One block is computed, one is tokenized or waits, and one is written. Meanwhile a fourth block is read.
@@ -30,7 +30,7 @@ def encode_in_order(
 ) -> Generator[tuple[T, R], None, None]:
     """Yield (block, `encode(block)`) for each block, in order. Several threads call `encode` at the same time.
 
-    Close the generator after an error, so that the calls end.
+    If your loop ends early, for example after an error, close the generator. Then the running calls end.
 
     Args:
         encode: Encodes a block.
@@ -39,7 +39,8 @@ def encode_in_order(
             when the caller closes the generator.
 
     Raises:
-        Exception: The first error of `encode` or `blocks`. Blocks before an error of `blocks` are yielded first.
+        Exception: The first error of `encode` or `blocks`. If `blocks` fails, the results of
+            earlier blocks are yielded first.
     """
     with ThreadPoolExecutor(_BLOCKS_AT_ONCE, thread_name_prefix="encserve-block") as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()

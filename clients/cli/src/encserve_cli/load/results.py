@@ -127,7 +127,8 @@ def summarize(
         calls: The calls of the load.
         rows: (rows, 5) One row for each call. The columns are: due, sent, answered, index of the call, index of the
             label. "Sent" is NaN for a call that was not sent.
-        labels: The labels. The first label is for calls without an error.
+        labels: The kinds of errors, such as "RESOURCE_EXHAUSTED QUEUE_FULL". The first label is "", for calls without
+            an error.
         start: The start of the measured time.
         end: The end of the measured time.
         is_interrupted: See `LoadResult.interrupted`.

@@ -80,14 +80,14 @@ def _match(
     # vector.
     most_similar = np.argsort(-products.max(axis=0), kind="stable").tolist()
     columns = sorted([*dict.fromkeys([*best.tolist(), *most_similar])][: max(MAX_COLUMNS, len(set(best.tolist())))])
-    shown = f"each of the {count:,} columns is a vector of the document"
+    shown = f"Each of the {count:,} columns is a vector of the document"
     if len(columns) < count:
         shown = (
-            f"each column is a vector of the document (the {len(columns):,} of {count:,} vectors that are most similar "
+            f"Each column is a vector of the document (the {len(columns):,} of {count:,} vectors that are most similar "
             "to a vector of the query)"
         )
     return match | {
-        "lead": f"Each row is a vector of the query, and {shown}. The colour is the dot product. A frame marks the "
+        "lead": f"Each row is a vector of the query. {shown}. The colour is the dot product. A frame marks the "
         "largest product of a row. A bar shows how much this product adds to the score.",
         "figure": scale_to(numbers.largest_magnitude(products))
         | {

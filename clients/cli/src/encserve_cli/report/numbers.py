@@ -29,7 +29,8 @@ def cosine_similarity(states: Array) -> Float64:
 def attention_entropy(attention: Array) -> Float64:
     """Return the entropy in bits, (layers, heads, seq), of each row of attention weights, (layers, heads, seq, seq).
 
-    H(p) = -Σ p log2 p. H is 0 if a token attends to only one token, and log2(seq) if to all tokens equally.
+    H(p) = -Σ p log2 p. H is 0 if a token attends to only one token. H is log2(seq) if the token attends to all
+    tokens equally.
     """
     entropy: Float64 = np.zeros(attention.shape[:-1])
     for layer, weights in enumerate(attention):  # one layer at a time, because all layers in float64 may take gigabytes
@@ -40,7 +41,10 @@ def attention_entropy(attention: Array) -> Float64:
 
 
 def mean_similarity(cosines: Float64) -> Float64:
-    """Return the mean cosine over pairs of different tokens: (layers,), from (layers, seq, seq). 1 for one token."""
+    """Return the mean cosine over pairs of different tokens: (layers,), from (layers, seq, seq).
+
+    If there is only one token, the mean is 1.
+    """
     seq = cosines.shape[-1]
     if seq == 1:
         return np.ones(len(cosines))

@@ -35,11 +35,12 @@ _FIELD = re.compile(
 )
 # Parts to remove from the server's field names.
 _INNER = re.compile(r"^options\.|\.(?:text|token_ids|ids|embeddings|data)\b")
-# The client's argument for a field of the server with another name.
+# The client's argument for a field of the server, if the two names differ.
 _ARGUMENTS = {"data_type": "dtype", "model_version": "version"}
-# Client and server side of gRPC refuse messages that are too large, with this text and without a reason.
+# If a message is too large, gRPC refuses it, in the client or in the server. The error has this text and no reason.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
-# Failures of one message. Other codes affect the whole call: the options, the caller, or the server.
+# Failures of one message. With other codes, the cause is the options, the caller or the server, so
+# the whole call fails.
 _CODES_OF_ONE_MESSAGE = frozenset(
     {
         grpc.StatusCode.DATA_LOSS,
@@ -122,7 +123,7 @@ class Failure:
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
     def inputs_at_fault(self, n_inputs: int) -> "dict[int, Failure]":
-        """Return the inputs at fault: positions in the message of `n_inputs` inputs, each with the failure."""
+        """Return the failure of each input at fault, by position in the message. The message has `n_inputs` inputs."""
         found: dict[int, Failure] = {}
         for failure in self.refused or (self,):
             name = _INPUT_AT_FAULT.match(failure.message)
@@ -218,7 +219,7 @@ def failure_of_call(call: Any) -> Failure:
 
 
 def failure_of_crash(error: Exception) -> Failure:
-    """Return the failure for an unexpected exception of gRPC. The driver needs an event for each message."""
+    """Return the failure for an unexpected exception of gRPC. The call waits for one result of each message."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
 
 
@@ -228,7 +229,7 @@ UNREADABLE_REPLY = Failure(
 
 
 class ServerHistory:
-    """Whether the server has ever answered. An error counts as an answer. Each client has a `ServerHistory`.
+    """Whether the server has ever answered, also with an error that has a reason. Each client has one.
 
     A server that has answered before and is UNAVAILABLE now is probably being restarted, so the client waits. A server
     that has never answered probably does not exist, or the address is wrong.

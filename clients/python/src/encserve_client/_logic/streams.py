@@ -76,7 +76,7 @@ class StreamMessages:
             self.full.append(full)
 
     def take(self, *, idle: bool) -> Message | None:
-        """See `MessageSource`. While messages are in flight, inputs wait for a full message."""
+        """See `MessageSource`. While messages are in flight, inputs wait until they fill a message."""
         if self.full:
             return self.full.popleft()
         if self.inputs_ended or (idle and self.may_send_partial):
