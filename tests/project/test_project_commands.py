@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from real_server import real_server
 from serve_command import encserve_serve
 from tiny_bundle import write_bundle
 from tiny_heads import words
-from waiting import until
+from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -166,6 +167,22 @@ def test_the_requests_for_grpcurl(tmp_path: Path) -> None:
             (output,) = call(json_format.Parse(text, pb.EncodeRequest())).outputs
             widths.append((list(output.lengths), output.width))
     assert widths == [([1], 384), ([2], 384)]
+
+
+def test_the_service_config_divides_calls_between_servers(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "models")
+    (config,) = indented("docs/how-to/scale.md", r'\{"loadBalancingConfig":')
+    with real_server(tmp_path / "models") as one, real_server(tmp_path / "models") as other:
+        target = f"ipv4:{one.target},{other.target}"
+        with insecure_channel(target, options=[("grpc.service_config", config)]) as channel:
+            method = channel.unary_unary(
+                "/encserve.v1.EncoderService/Encode", pb.EncodeRequest.SerializeToString, pb.EncodeResponse.FromString
+            )
+            request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1, 2]))])
+            ends = time.monotonic() + PATIENCE_SECONDS
+            while not all(server.metric("encserve_answer_seconds_count") for server in (one, other)):
+                assert time.monotonic() < ends, "one server got no call"
+                method(request)
 
 
 def test_the_service_of_systemd_gets_a_model_and_its_settings(tmp_path: Path) -> None:
