@@ -71,6 +71,7 @@ SHAPE = {
     "intermediate_size": 1536,
     "max_position_embeddings": 512,
 }
+MADE_MODEL = "cross-encoder"
 CALLERS = 16
 QUERY_TOKENS = 8
 PAIR_SPECIAL, TEXT_SPECIAL = 3, 2  # the special tokens of a pair and of a text
@@ -112,7 +113,7 @@ def make_model(checkpoint: Path, model_repository: Path) -> None:
     """Write a cross-encoder with random weights, and export the model."""
     write_scores(checkpoint, **SHAPE)  # type: ignore[arg-type]
     change(checkpoint / "tokenizer_config.json", model_max_length=SHAPE["max_position_embeddings"])
-    export_hf(checkpoint, ExportTarget(model_repository=model_repository, name="cross-encoder"))
+    export_hf(checkpoint, ExportTarget(model_repository=model_repository, name=MADE_MODEL))
 
 
 def make_calls(bundle: Bundle, count: int, documents: int, seed: int) -> tuple[list[RankCall], Workload]:
@@ -410,9 +411,11 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Start all sides, run the rounds, and return the report."""
+    model = options.model
     if options.make_model:
         make_model(options.checkpoint, options.model_repository)
-    bundle = read_newest(options.model_repository, options.model)
+        model = model or MADE_MODEL  # the repository may have other models
+    bundle = read_newest(options.model_repository, model)
     calls, workload = make_calls(bundle, options.calls, options.documents, options.seed)
     comparison = Comparison(options, bundle, workload)
     sides = Sides(comparison, calls, stack)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from deploy_files import DEPLOY, ROOT, environment_of, load, mounts
+from docs_text import code_blocks
 
 from encserve_server.protocols.encserve.service import SERVICE_NAME
 from encserve_server.settings import MIB, Settings
@@ -189,7 +190,10 @@ def test_the_unit_gives_the_server_its_folders() -> None:
 
 @pytest.mark.system
 def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
-    """`systemd-analyze` finds no unknown key, and rates the exposure as docs/how-to/systemd.md says."""
+    """`systemd-analyze` finds no unknown key in the unit and the drop-ins of the pages.
+
+    It rates the exposure of the unit as docs/how-to/systemd.md says.
+    """
     analyze = shutil.which("systemd-analyze")
     if analyze is None and "CI" not in os.environ:
         pytest.skip("needs systemd-analyze: apt-get install systemd")
@@ -202,6 +206,11 @@ def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
     for target in ("sysinit", "basic", "shutdown", "network-online", "multi-user"):
         (units / f"{target}.target").write_text("[Unit]\nDescription=a target of every system\n")
     shutil.copy(UNIT, units)
+    drop_ins = units / f"{UNIT.name}.d"
+    drop_ins.mkdir()
+    for page in ("systemd", "gpu"):
+        ((_, text),) = code_blocks((ROOT / f"docs/how-to/{page}.md").read_text(), "ini")
+        (drop_ins / f"{page}.conf").write_text(text)
 
     def run(*arguments: str | Path) -> str:
         done = subprocess.run([analyze, *arguments], capture_output=True, text=True, timeout=60, check=False)

@@ -381,3 +381,31 @@ def test_the_wheel_has_all_parts_with_their_types_and_data(dist: Path) -> None:
     plain = [it for it in metadata.get_all("Requires-Dist", []) if "extra ==" not in it]
     assert {re.split(r"[^\w-]", it)[0] for it in plain} == {"grpcio", "numpy", "protobuf"}
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def pip_lines() -> list[str]:
+    """Return each different `pip install` and `pip download` of the pages."""
+    text = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
+    found = re.findall(r"\b(pip (?:install|download) [^`#\n]*[^`#\n ])", text)
+    return [it for it in dict.fromkeys(found) if "…" not in it]  # a message in a table has an ellipsis
+
+
+@pytest.mark.weekly
+def test_the_pip_lines_of_the_pages(environment: Environment, checkout: Path, url: str, dist: Path) -> None:
+    """pip resolves each line in a checkout. Other tests install each extra, so a line installs nothing here.
+
+    The test does not ask PyTorch's own index. The version on the page must be the tested version.
+    """
+    shutil.copytree(dist, checkout / "dist")
+    (checkout.parent / "encserve").symlink_to(checkout)  # the name of the checkout in the image for Ray
+    for line in pip_lines():
+        if "--index-url" in line:
+            assert line.split()[2] in (ROOT / "constraints.txt").read_text().splitlines()
+            continue
+        folder = checkout.parent if "./encserve" in line else checkout
+        option = " --dry-run" if line.startswith("pip install") else ""
+        command = line.replace("<this repository>", url) + option
+        printed = run("/bin/bash", "-euc", f"cd {folder}; PATH={environment.bin}:$PATH; {command}")
+        assert "does not provide the extra" not in printed, line
+    downloaded = {path.name.partition("-")[0] for path in (checkout / "dist").iterdir()}
+    assert {"hatchling", "onnxruntime", "aiohttp", "scipy"} <= downloaded
