@@ -157,6 +157,10 @@ FAULTS: dict[str, tuple[Change, str]] = {
         weights(lambda its: its | {LAST: its[LAST] * float("nan")}),
         rf"{re.escape(LAST)} .*finite.*Use an earlier checkpoint, or download this one again",
     ),
+    "integers": (
+        weights(lambda its: its | {LAST: its[LAST].to(torch.int8)}),
+        rf"{re.escape(LAST)} must hold floating-point numbers; was int8",
+    ),
     "no-config": (lambda its: (its / "config.json").unlink(), r"config\.json is missing: .*`encserve-export onnx`"),
     "empty": (empty, r"config\.json is missing: .*`encserve-export checkpoint`"),
     "tokenizer-too-large": (
