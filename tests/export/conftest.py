@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
+from torch import Tensor, nn
 from zoo import Zoo
 
 from encserve_export import EncoderConfig, Exported
+from encserve_export.models import pretrained
 
 
 class Checkpoint:
@@ -104,6 +105,21 @@ def write_tokenizer() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def _misread_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a wrong eps in the graph of a transformers model and in our reference, so that the two agree."""
+    load = pretrained.load_model
+
+    def misread(*arguments: Any, **options: Any) -> Any:
+        reference = load(*arguments, **options)
+        for part in reference.module.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.eps = 1e-3
+        return reference
+
+    monkeypatch.setattr(pretrained, "load_model", misread)
 
 
 @pytest.fixture(scope="session")

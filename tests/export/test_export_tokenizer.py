@@ -15,7 +15,6 @@ from encserve_export.check import pipeline
 from encserve_export.core.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
 from encserve_export.kinds.reading import read
-from encserve_export.models import pretrained
 from encserve_export.source.tokenizer import load_tokenizer, open_tokenizer, read_tokenizer, write_tokenizer
 from encserve_export.source.tokenizer_probes import difficult_texts
 from encserve_server.errors import InvalidField
@@ -357,21 +356,9 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
         export(write_chat(tmp_path / "directory", template))
 
 
-def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a wrong eps in the graph and in our reference, and expect an error.
-
-    The graph and our reference agree. So only the comparison with transformers can find this fault.
-    """
-    load = pretrained.load_model
-
-    def misread(*arguments: Any, **options: Any) -> Any:
-        reference = load(*arguments, **options)
-        for part in reference.module.modules():
-            if isinstance(part, torch.nn.LayerNorm):
-                part.eps = 1e-3
-        return reference
-
-    monkeypatch.setattr(pretrained, "load_model", misread)
+@pytest.mark.usefixtures("_misread_eps")
+def test_a_misread_configuration_is_refused(tmp_path: Path) -> None:
+    """Only the comparison with transformers can find this fault."""
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match="transformers"):
         export(directory)
@@ -382,11 +369,3 @@ def test_ids_only_is_refused_for_a_directory_with_a_tokenizer(tmp_path: Path) ->
     directory = write_directory(tmp_path / "directory", "no settings")
     with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, but .* has a tokenizer"):
         export(directory, ids_only=True)
-
-
-def test_rows_are_compared_without_a_tokenizer(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings")
-    (directory / "tokenizer.json").unlink()
-    parity = export(directory, ids_only=True).manifest.parity
-    assert parity.pipeline_texts == 1
-    assert parity.max_pipeline_error <= 1e-4
