@@ -11,7 +11,6 @@ import pytest
 from checkpoints import DATA, golden_fields
 from click.testing import CliRunner, Result
 from google.protobuf import json_format
-from onnx_files import build, save
 
 from encserve_export import Exported
 from encserve_export.cli import main
@@ -135,15 +134,6 @@ def test_module(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         result = run("module", factory, *arguments, "--overwrite")
         assert result.exit_code == 2
         assert message in result.stderr
-
-
-def test_onnx(models: Path, tmp_path: Path) -> None:
-    save(build(), tmp_path / "model.onnx")
-    result = run_well(
-        "onnx", tmp_path / "model.onnx", "--name", "theirs", "--max-sequence-tokens", 12, "--model-repository", models
-    )
-    assert read_manifest(models / "theirs" / "1").source.kind == "onnx"
-    assert "parity       not compared with PyTorch: the model came as ONNX" in result.stdout
 
 
 def test_init_takes_its_vocabulary_from_the_tokenizer(

@@ -94,15 +94,6 @@ def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
     assert 0 < parity["max_expected_error"] <= 5e-5
 
 
-def test_the_report_says_that_no_rows_were_compared(trained: Path, models: Path) -> None:
-    result = run(
-        *("checkpoint", trained / "weights.safetensors", "--model-repository", models, "--name", "m"),
-        *("--config", trained / "wrong.json", "--max-sequence-tokens", 16),
-    )
-    assert result.exit_code == 0, result.output
-    assert "expected     no rows given: the configuration (norm, activation, positions, ...) was not" in result.stdout
-
-
 def test_the_error_names_half_precision(trained: Path, models: Path) -> None:
     with pytest.raises(ExpectedRowsError, match=r"Half precision or TF32 .*allow_tf32 = False"):
         export(trained, models, expect=trained / "halved.npz")

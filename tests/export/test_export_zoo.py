@@ -1,4 +1,4 @@
-"""For each model of tests/support/zoo.py, the bundle returns the same vectors as the model's own library.
+"""For models of tests/support/zoo.py, the bundle returns the same vectors as the model's own library.
 
 The tests compare the vectors for each prompt and each task. Texts are encoded alone and in batches.
 """
@@ -19,17 +19,15 @@ def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
 
-# The fast tests use these models only. Together, these models have each kind of vectors and each feature. The
-# end-to-end tests compare all models through a server.
-FAST = {
+# Together, these models have each kind of vectors and each feature. The end-to-end tests compare all models through a
+# server.
+NAMES = (
     *("every-pooling", "heads", "prompt-left-out", "lengths-of-tasks", "lower-case", "messages", "all-of-it", "static"),
     *("fixed-unattended", "pylate", "stanford", "sum-log1p", "static-queries"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.system) for name in MODELS]
 )
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> None:
     row, exported = MODELS[name], zoo.export(name)
     assert exported.manifest.parity.pipeline_texts >= 5
