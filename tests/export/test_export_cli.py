@@ -1,7 +1,6 @@
 """Tests of the command line: exports with each command, the reports, the options, and the errors."""
 
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -81,19 +80,6 @@ def test_hf_reports_the_result_on_stdout_and_progress_on_stderr(models: Path) ->
         assert shown in result.stdout
     assert "comparing ONNX Runtime with PyTorch" in result.stderr
     assert "comparing" not in result.stdout
-
-
-@pytest.mark.system  # takes more than a second
-def test_hf_refuses_pooling_if_the_directory_states_a_pooling(tmp_path: Path, models: Path) -> None:
-    directory = shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    listed = [{"name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-              for i, (path, kind) in enumerate(modules)]  # fmt: skip
-    (directory / "modules.json").write_text(json.dumps(listed))
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32}')
-    result = run("hf", directory, "--ids-only", "--model-repository", models, "--pooling", "cls")
-    assert "the files of this checkpoint state its pooling" in result.stderr
 
 
 def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:

@@ -291,6 +291,11 @@ def test_an_unreadable_dense_module_is_refused(tmp_path: Path, config: dict[str,
         read(tmp_path)
 
 
+def test_a_given_pooling_is_refused_for_a_directory_with_a_pooling(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="the files of this checkpoint state its pooling"):
+        export(directory, pooling="cls")
+
+
 def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "directory", [MEAN, ("Dense", {"in_features": 5, "out_features": 3})])
     with pytest.raises(ParityError, match="sentence-transformers itself fails for the text '' with no prompt: .*1x24"):

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, change_config, save
-from onnx_files import POSITIONS, VOCAB_SIZE, node_of
-from onnx_files import build as build_onnx
-from onnx_files import save as save_onnx
+from architectures import ARCHITECTURES, Architecture, add_onnx_file, change_config, save
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from score_models import write_scores
@@ -44,9 +41,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def write(name: str) -> Path:
         directory = save(NAMED[name], folder)
         exported = export(directory, folder / "models", "transformers", name=name)
-        (directory / "onnx").mkdir()
-        for file in exported.path.glob("model.onnx*"):
-            shutil.copy(file, directory / "onnx")
+        add_onnx_file(directory, exported.path)
         return directory
 
     return write
@@ -257,20 +252,6 @@ def test_an_architecture_that_cannot_be_served_is_refused(family: str, tmp_path:
     settings, message = REFUSED_FAMILIES[family]
     architecture = Architecture(family, family, {**NAMED["ELECTRA"].settings, **settings})
     assert re.search(message, refused(save(architecture, tmp_path)))
-
-
-@pytest.mark.parametrize("via", [None, "onnx"])
-def test_an_onnx_file_that_ignores_its_mask_is_refused(tmp_path: Path, via: str | None) -> None:
-    directory = tmp_path / "directory"
-    (directory / "onnx").mkdir(parents=True)
-    model = build_onnx()
-    node_of(model, "total").input[0] = "placed"
-    save_onnx(model, directory / "onnx" / "model.onnx")
-    settings = {"model_type": "mine", "vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS}
-    (directory / "config.json").write_text(json.dumps(settings))
-    error = refused(directory, via)
-    assert "the model changes when padded: relative error " in error
-    assert "the model ignores its attention mask or a part of the mask" in error
 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from architectures import add_onnx_file
 from google.protobuf.message import Message
 from onnx import TensorProto, helper, numpy_helper
 from onnx_files import build, node_of, tensor_of
@@ -91,9 +92,7 @@ def test_the_format_of_the_files_does_not_change_the_id(directory: Path, tmp_pat
 @pytest.mark.system
 def test_the_route_does_not_change_the_id(directory: Path, tmp_path: Path, original_space: str) -> None:
     assert space_of(directory, tmp_path, via="transformers") == original_space
-    (directory / "onnx").mkdir()
-    for file in (tmp_path / "models" / "m" / "1").glob("model.onnx*"):
-        shutil.copy(file, directory / "onnx")
+    add_onnx_file(directory, tmp_path / "models" / "m" / "1")
     assert space_of(directory, tmp_path, via="onnx") == original_space
     (directory / "model.safetensors").unlink()
     (directory / "modules.json").unlink()

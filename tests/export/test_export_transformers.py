@@ -4,14 +4,13 @@ The bundle must return the hidden states and the attention weights of transforme
 must fail with advice.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, build, change_config, save
+from architectures import ARCHITECTURES, Architecture, add_onnx_file, build, change_config, save
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -249,9 +248,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 ) -> None:
     """Export the ONNX file of a directory. Expect an error if the hidden states differ from transformers."""
     exported = export(data2vec, tmp_path / "before")
-    (data2vec / "onnx").mkdir()
-    for file in exported.path.glob("model.onnx*"):
-        shutil.copy(file, data2vec / "onnx")
+    add_onnx_file(data2vec, exported.path)
     if not true:
         bias = load_file(data2vec / "model.safetensors")["embeddings.LayerNorm.bias"]
         change(data2vec, embeddings__LayerNorm__weight=bias)
@@ -276,9 +273,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
     (directory / "model.safetensors").unlink()
     with pytest.raises(CheckpointFileError, match="holds no weights; looked for"):
         export(directory, models)
-    (directory / "onnx").mkdir()
-    for file in bundle.glob("model.onnx*"):
-        shutil.copy(file, directory / "onnx")
+    add_onnx_file(directory, bundle)
     exported = export(directory, models)
     assert exported.manifest.source.route == "onnx"
     assert exported.notes["route"] == "onnx/model.onnx; the directory holds no weights for transformers"
@@ -287,9 +282,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
 @pytest.mark.system
 def test_the_onnx_file_of_an_unknown_model_type_is_used(data2vec: Path, models: Path, tmp_path: Path) -> None:
     bundle = export(data2vec, tmp_path / "before").path
-    (data2vec / "onnx").mkdir()
-    for file in bundle.glob("model.onnx*"):
-        shutil.copy(file, data2vec / "onnx")
+    add_onnx_file(data2vec, bundle)
     change_config(data2vec, model_type="unheard")
     exported = export(data2vec, models)
     assert exported.manifest.source.route == "onnx"
@@ -298,9 +291,9 @@ def test_the_onnx_file_of_an_unknown_model_type_is_used(data2vec: Path, models: 
 
 
 @pytest.mark.system
-def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
-    (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
-    exported = export(bert.path, models, ids_only=False)
+def test_vocab_txt_becomes_a_tokenizer(bert: Path, models: Path) -> None:
+    (bert / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
+    exported = export(bert, models, ids_only=False)
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
