@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exporting import export_once
-from real_server import RealServer, real_server
+from real_server import real_server
 from score_models import MODELS, PAIRS, TEXTS, library_scores, worst_error
 from zoo import MODELS as ZOO
 from zoo import SPARSE_TEXTS, Way, Zoo
@@ -17,7 +17,6 @@ from encserve_export import Target, export_hf
 
 # Models with and without token types, and with the pooling of the last token.
 ON_OPENVINO = ("bert-6", "roberta", "qwen3-yes-no")
-QUERY = "the cat on the mat"
 # Models without labels: dense, late interaction, and sparse.
 VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
 DOCUMENTS = ["a cat sat", "warm mat", "this we like", "the cat on the mat", "passage : the cat"]
@@ -40,14 +39,8 @@ def models(zoo: Zoo, directories: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def server(models: Path) -> Iterator[RealServer]:
-    with real_server(models) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> Iterator[EncoderClient]:
-    with EncoderClient(server.target) as client:
+def client(models: Path) -> Iterator[EncoderClient]:
+    with real_server(models) as server, EncoderClient(server.target) as client:
         yield client
 
 

@@ -256,17 +256,13 @@ def test_a_directory_with_only_a_sentencepiece_file_is_exported(model_type: str,
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
-def test_a_misread_maximum_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misread_maximum_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = {"max_seq_length": 50}
-    directory = write_directory(tmp_path / "directory", "no settings", modules=modules, transformer=transformer)
-    if modules:
-        monkeypatch.setattr(dense, "read_lengths", lambda *_: {"max_seq_length": 48})
-        with pytest.raises(
-            ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"
-        ):
-            export(directory)
-        monkeypatch.undo()
+    directory = write_directory(tmp_path / "directory", "no settings", modules=True, transformer=transformer)
+    monkeypatch.setattr(dense, "read_lengths", lambda *_: {"max_seq_length": 48})
+    with pytest.raises(ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"):
+        export(directory)
+    monkeypatch.undo()
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
 
