@@ -10,7 +10,7 @@ import pytest
 from agreement import worst_relative_error
 from checkpoints import MODEL, minilm_directory
 from onnx_files import build, export_torch, save, save_with_data
-from real_server import RealServer, real_server
+from real_server import real_server
 
 from encserve_client import EncoderClient
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
@@ -76,14 +76,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def onnx_server(onnx_models: Path, engine: str) -> Iterator[RealServer]:
-    with real_server(onnx_models, "--engine", engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
-    with EncoderClient(onnx_server.target) as client:
+def onnx_client(onnx_models: Path, engine: str) -> Iterator[EncoderClient]:
+    with real_server(onnx_models, "--engine", engine) as server, EncoderClient(server.target) as client:
         yield client
 
 

@@ -1,6 +1,5 @@
 """A new EncoderConfig checks each of its fields. The error names the field and the value."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -52,8 +51,3 @@ def test_the_error_names_unknown_fields() -> None:
 def test_the_vocabulary_has_no_default() -> None:
     with pytest.raises(ConfigError, match="vocab_size is missing"):
         EncoderConfig.from_mapping({"d_model": 64})
-
-
-def test_a_configuration_survives_a_round_trip() -> None:
-    config = EncoderConfig(vocab_size=100, norm="pre", final_norm=True)
-    assert EncoderConfig.from_mapping(dataclasses.asdict(config)) == config

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import golden_cases
+from checkpoints import DATA, golden_cases
 from click.testing import CliRunner, Result
 from onnx_files import build, save
 from safetensors.torch import load_file, save_file
@@ -94,15 +94,6 @@ def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
     assert 0 < parity["max_expected_error"] <= 5e-5
 
 
-def test_the_report_says_that_no_rows_were_compared(trained: Path, models: Path) -> None:
-    result = run(
-        *("checkpoint", trained / "weights.safetensors", "--model-repository", models, "--name", "m"),
-        *("--config", trained / "wrong.json", "--max-sequence-tokens", 16),
-    )
-    assert result.exit_code == 0, result.output
-    assert "expected     no rows given: the configuration (norm, activation, positions, ...) was not" in result.stdout
-
-
 def test_the_error_names_half_precision(trained: Path, models: Path) -> None:
     with pytest.raises(ExpectedRowsError, match=r"Half precision or TF32 .*allow_tf32 = False"):
         export(trained, models, expect=trained / "halved.npz")
@@ -137,15 +128,15 @@ def test_expected_rows_of_a_model_that_takes_vectors(trained: Path, models: Path
 
 
 @pytest.mark.system
-def test_hf_and_onnx_compare_expected_rows(data: Path, models: Path, tmp_path: Path) -> None:
+def test_hf_and_onnx_compare_expected_rows(models: Path, tmp_path: Path) -> None:
     ids, rows = (cases[0][None] for cases in golden_cases("hf-bert"))
     given = write(tmp_path / "bert.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows)
     target = Target(model_repository=models, name="bert", overwrite=True)
-    exported = export_hf(data / "hf-bert", target, ids_only=True, expect=given, max_sequence_tokens=40)
+    exported = export_hf(DATA / "hf-bert", target, ids_only=True, expect=given, max_sequence_tokens=40)
     assert exported.manifest.parity.expected_rows == rows.shape[1]
     other = write(tmp_path / "other.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows[..., ::-1])
     with pytest.raises(ExpectedRowsError):
-        export_hf(data / "hf-bert", target, ids_only=True, expect=other, max_sequence_tokens=40)
+        export_hf(DATA / "hf-bert", target, ids_only=True, expect=other, max_sequence_tokens=40)
     file = save(build(with_types=True), tmp_path / "encoder.onnx")
     with pytest.raises(ExpectedRowsError):
         export_onnx(file, target, OnnxOptions(max_sequence_tokens=16), expect=write(tmp_path / "ones.npz"))

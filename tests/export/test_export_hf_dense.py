@@ -291,6 +291,11 @@ def test_an_unreadable_dense_module_is_refused(tmp_path: Path, config: dict[str,
         read(tmp_path)
 
 
+def test_a_given_pooling_is_refused_for_a_directory_with_a_pooling(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="the files of this checkpoint state its pooling"):
+        export(directory, pooling="cls")
+
+
 def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "directory", [MEAN, ("Dense", {"in_features": 5, "out_features": 3})])
     with pytest.raises(ParityError, match="sentence-transformers itself fails for the text '' with no prompt: .*1x24"):
@@ -336,6 +341,8 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
     assert not exported.manifest.HasField("text")
     assert "no tokenizer.json: the model will take token ids" in exported.notes["text"]
     assert exported.notes["compared with"] == "transformers"
+    assert exported.manifest.parity.pipeline_texts == 1
+    assert exported.manifest.parity.max_pipeline_error <= 1e-4
 
 
 @pytest.mark.system
@@ -450,4 +457,4 @@ def test_the_command_exports_the_encoder_of_a_classifier(tmp_path: Path) -> None
     refused = CliRunner().invoke(main, [*arguments, "--pooling", "mean"])
     assert "--pooling is for its encoder alone: give --ignore-head too" in refused.output
     assert CliRunner().invoke(main, [*arguments, "--ignore-head"]).exit_code == 0
-    assert (tmp_path / "models" / "m" / "1" / "manifest.json").is_file()
+    assert "scores" not in json.loads((tmp_path / "models" / "m" / "1" / "manifest.json").read_text())

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from checkpoints import DATA
 from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
@@ -27,7 +29,7 @@ def test_manifest_json_lists_every_other_file(bundles: dict[str, Exported], gold
     }
 
 
-def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) -> None:
+def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported]) -> None:
     manifest = bundles["hf-roberta"].manifest
     assert (manifest.format_version, manifest.name, manifest.version) == (1, "hf-roberta", "1")
     shape = manifest.encoder
@@ -36,7 +38,7 @@ def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) 
     assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_UNSPECIFIED, False)
     assert (manifest.graph.file, manifest.graph.precision) == ("model.onnx", "float32")
     assert (manifest.source.kind, manifest.source.description) == ("hf", "RobertaModel")
-    weights = (data / "hf-roberta" / "model.safetensors").read_bytes()
+    weights = (DATA / "hf-roberta" / "model.safetensors").read_bytes()
     assert manifest.source.weights_sha256 == hashlib.sha256(weights).hexdigest()
     assert set(manifest.source.versions) >= {"encserve", "onnx", "onnxruntime", "tokenizers", "torch"}
     assert 0 < manifest.parity.max_relative_error <= manifest.parity.tolerance == 5e-5
@@ -68,10 +70,16 @@ def test_random_weights_of_one_seed_give_the_same_bytes(
     assert contents[0] == contents[1]
 
 
-def test_one_checkpoint_gives_the_same_bytes(bundles: dict[str, Exported], data: Path, models: Path) -> None:
-    again = export_hf(data / "hf-bert", Target(model_repository=models, name="hf-bert"), ids_only=True).path
+def test_one_checkpoint_gives_the_same_bytes_and_nothing_else(
+    bundles: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Export a checkpoint again, and expect no weights in the cache of servers."""
+    monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    models = tmp_path / "models"
+    again = export_hf(DATA / "hf-bert", Target(model_repository=models, name="hf-bert"), ids_only=True).path
     for path in bundles["hf-bert"].path.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_everything_that_changes_vectors_changes_the_fingerprint(bundles: dict[str, Exported]) -> None:

@@ -22,23 +22,6 @@ from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(it, marks=pytest.mark.system) for it in ("token-pooling", "stanford"))]
-)
-def test_vectors_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
-    """Export directories in a few layouts, and expect the vectors of sentence-transformers.
-
-    The end-to-end tests compare all layouts through a server.
-    """
-    DIRECTORIES[name](tmp_path / name)
-    found = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m")).manifest
-    assert found.multi_vector.width == WIDTH
-    assert found.parity.pipeline_texts == 24
-    assert found.parity.max_pipeline_error <= 1e-5
-    assert found.parity.max_maxsim_error <= 1e-5
-    assert found.document.HasField("token_pooling") == (name == "token-pooling")
-
-
 def others_skipped(spec: ModelSpec) -> dict[str, Any]:
     del spec.tasks["document"].skipped_token_ids[:]
     return {}
@@ -93,14 +76,6 @@ def test_the_manifest_describes_queries_and_documents(tmp_path: Path) -> None:
     # A document may have 64 tokens. A text without a task may have 63 tokens.
     assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)
     assert found.multi_vector.similarity == "maxsim"
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
-def test_unattended_tokens_have_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
-    DIRECTORIES[name](tmp_path / name)
-    found = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
-    assert found.parity.max_pipeline_error <= 1e-5
 
 
 @pytest.mark.system

@@ -136,21 +136,6 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
     assert "the hidden states are the output hidden; there are 50 token ids" in result.stderr
 
 
-def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:
-    file.write_bytes(b"no model")
-    result = run("onnx", file, "--model-repository", models, "--name", "m")
-    assert result.exit_code == 1
-    assert f"Error: {file} is not an ONNX file" in result.stderr
-    assert not models.exists()
-
-
-def test_an_existing_version_is_kept(file: Path, models: Path) -> None:
-    arguments = ("onnx", save(build(), file), "--model-repository", models, "--name", "m", "--max-sequence-tokens", 16)
-    assert run(*arguments).exit_code == 0
-    assert "--overwrite" in run(*arguments).stderr
-    assert run(*arguments, "--overwrite").exit_code == 0
-
-
 def test_the_same_file_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
     save_with_data(build(), file)
     paths = [export_onnx(file, Target(model_repository=tmp_path / at, name="mine"), SHORT).path for at in "ab"]

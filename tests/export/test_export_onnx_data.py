@@ -39,7 +39,8 @@ def refused(file: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "location", ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret"]
+    "location",
+    ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret", "", "a\0b"],
 )
 def test_paths_outside_the_folder_are_refused(file: Path, secret: Path, location: str) -> None:
     point_elsewhere(file, location=location)
@@ -135,12 +136,6 @@ def test_a_path_that_is_not_a_regular_file_is_refused(file: Path) -> None:
     (file.parent / "weights.bin").unlink()
     (file.parent / "weights.bin").mkdir()
     assert "weights.bin is not a regular file" in refused(file)
-
-
-@pytest.mark.parametrize("location", ["", "a\0b"])
-def test_an_empty_path_is_refused(file: Path, location: str) -> None:
-    point_elsewhere(file, location=location)
-    assert refused(file).startswith(f"tensor 'table' has its data in {location!r}; the file must be in the folder")
 
 
 @pytest.mark.parametrize(

@@ -219,18 +219,19 @@ MODELS = {
 }  # fmt: skip
 
 
-def library_scores(directory: Path, inputs: list[Any], prompt: str | None = None, *, raw: bool = True) -> Array:
+def library_scores(directory: Path, inputs: list[Any], prompt_name: str | None = None, *, raw: bool = True) -> Array:
     """Return the scores of sentence-transformers, (inputs, labels). Each pair or text runs alone.
 
-    `raw` is whether to return logits.
+    `prompt_name` is "" for no prompt, and None for the default prompt. `raw` is whether to return logits.
     """
     from sentence_transformers import CrossEncoder
 
     model = CrossEncoder(str(directory), device="cpu", model_kwargs={"dtype": torch.float32})
-    activation = {"activation_fn": nn.Identity()} if raw else {}
+    options: dict[str, Any] = {"activation_fn": nn.Identity()} if raw else {}
+    options |= {"prompt_name": prompt_name} if prompt_name else {"prompt": prompt_name}
     # `predict` would take a list with one text for a pair.
     given = [it if isinstance(it, str) else [it] for it in inputs]
-    rows = [model.predict(it, prompt=prompt, show_progress_bar=False, **activation) for it in given]
+    rows = [model.predict(it, show_progress_bar=False, **options) for it in given]
     return np.array([np.ravel(it) for it in rows], np.float32)
 
 
