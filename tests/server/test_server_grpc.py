@@ -234,6 +234,7 @@ async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_s
         server.engine.let_go()
         await stuck
         async with asyncio.timeout(PATIENCE_SECONDS):
+            await statuses(other, until_status=HealthCheckResponse.SERVING)
             assert await server.app.stop()
 
 

@@ -422,13 +422,3 @@ async def test_unloading_ends_waiting_inspections_but_not_the_running_one(server
     assert server.inspector.closed
     assert ran == server.inspector.lengths == [1, 2]
     assert inspections(server) == 0
-
-
-async def test_a_stop_waits_for_a_running_inspection(server: FakeServer) -> None:
-    running = await hold(server)
-    stopping = asyncio.create_task(server.app.stop())
-    await asyncio.sleep(0.05)
-    server.inspector.let_go()
-    assert len(await running) > 1
-    assert await stopping
-    assert server.inspector.closed

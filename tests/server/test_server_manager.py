@@ -774,10 +774,14 @@ async def test_stuck_engines_are_abandoned_at_the_same_time(
     server = await serve(grace_seconds=0.0)
     repository.stop_waiting()
     async with contextlib.AsyncExitStack() as stack:
-        for name, engine in zip(names, repository.engines, strict=True):
+        calls = [
             await stack.enter_async_context(in_use(server, engine, model=name))
+            for name, engine in zip(names, repository.engines, strict=True)
+        ]
         async with asyncio.timeout(3.5):
             assert not await server.app.stop()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(it) for it in results] == [Failed] * len(calls)
 
 
 async def test_only_one_health_task_runs_after_changes_of_models(repository: Repository, serve: Serve) -> None:
