@@ -132,7 +132,8 @@ async def stream_broken_off(server: FakeServer) -> None:
 
 async def malformed(server: FakeServer) -> None:
     for method in ("Encode", "Tokenize", "GetModel", "ListModels"):
-        assert (await refusal(server.call(method, b"\xff\xff"))).reason == "MALFORMED_REQUEST"
+        failed = await refusal(server.call(method, b"\xff\xff"))
+        assert (failed.reason, "2 bytes" in failed.text) == ("MALFORMED_REQUEST", True)
     assert (await refusal(server.call("Explode", b""))).code is grpc.StatusCode.UNIMPLEMENTED
     call = stream_of(server)
     await call.write(b"\xff\xff")
@@ -681,8 +682,13 @@ async def test_a_stop_refuses_new_calls(start_server: StartServer) -> None:
 @pytest.mark.parametrize("raised", [Panic("the Rust code panicked"), MemoryError("none"), BundleError("a path")])
 @pytest.mark.parametrize("where", ["decode", "build", "build in a thread"])
 async def test_every_exception_becomes_an_internal_error(
-    shared: FakeServer, monkeypatch: pytest.MonkeyPatch, raised: BaseException, where: str
+    shared: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    raised: BaseException,
+    where: str,
 ) -> None:
+    """The caller gets a fixed text and an id. The log has the error with the same id."""
     if where == "build in a thread":
         monkeypatch.setattr("encserve_server.calls.call._INLINE_REPLY_BYTES", 0)
 
@@ -694,6 +700,9 @@ async def test_every_exception_becomes_an_internal_error(
         broken.setattr(codec, "decode_call" if where == "decode" else "encode_reply", fail)
         failed = await refusal(shared.encode([1]))
         assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+        assert str(raised) not in failed.text
+        (record,) = [it for it in caplog.records if getattr(it, "error_id", "") == failed.text.split()[-1]]
+        assert record.exc_info
         call = stream_of(shared)
         await call.write(stream_request("a", [1]))
         assert pb.EncodeStreamResponse.FromString(await call.read()).error.reason == "INTERNAL"

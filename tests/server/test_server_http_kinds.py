@@ -107,6 +107,7 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
     for path, body, status in (
         ("/v1/embeddings", {"input": "w5"}, 400),
         ("/pooling", {"input": "w5", "task": "embed"}, 400),
+        ("/v2/embed", {"texts": ["w5"]}, 400),
         ("/embed", {"inputs": "w5"}, 422),
         ("/", {"inputs": "w5"}, 422),
         ("/similarity", {"inputs": sentences}, 422),

@@ -5,7 +5,6 @@ The engines are fake, and a manifest is one line of text.
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import threading
 import weakref
@@ -632,25 +631,6 @@ async def test_a_bundle_without_a_space_id_fails_every_expectation(repository: R
     server = await serve()
     with pytest.raises(Failed, match="tiny@1 has none"):
         await version_of(server, expected_space_id="a")
-
-
-async def test_an_inspection_after_the_folder_was_removed_is_refused(repository: Repository, serve: Serve) -> None:
-    """If the file of the inspection graph is missing, a call fails with INSPECT_UNAVAILABLE, not with INTERNAL.
-
-    The server loads the inspection graph at the first inspection.
-    """
-
-    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
-        def fail() -> FakeInspector:
-            raise BundleError(f"{directory}: cannot be read")
-
-        return dataclasses.replace(repository.load(directory, settings, tokenize_pool, served), load_inspector=fail)
-
-    repository.put("1", "a")
-    server = await serve(load=load)
-    with pytest.raises(Failed) as caught:
-        await server.inspect(pb.InspectRequest(input=INPUT))
-    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE")
 
 
 # Retirement

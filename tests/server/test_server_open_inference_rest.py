@@ -13,7 +13,7 @@ import pytest
 from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, PADDED, arrays_of_rest, infer, text_tensor
+from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, arrays_of_rest, infer, text_tensor
 from waiting import until
 
 PATH = "/v2/models/tiny/infer"
@@ -66,14 +66,6 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
     data, headers = binary(body)
     async with connect(server) as client:
         return arrays_of_rest(await client.post(PATH, content=data, headers=headers))
-
-
-@pytest.mark.parametrize("nested", [True, False])
-async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
-    got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default, the reply has all outputs
-    np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
-    assert got["lengths"].tolist() == [3, 1]
 
 
 TEXTS = text_tensor("hello brave new world", "", '🌍 "data": [1, 2] \\', "data")
@@ -372,17 +364,6 @@ async def test_errors_of_the_server_have_their_statuses(start_server: StartServe
     assert (large.status_code, large.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
 
 
-async def test_a_padded_reply_that_is_too_large_is_refused_before_the_run(start_server: StartServer) -> None:
-    server = await start_server(http_port=0, max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)
-    mask = np.zeros_like(array)
-    mask[:, 0] = mask[0] = 1
-    for parameters in ({}, {"binary_data_output": True}):
-        response = await post(server, PATH, request(input_ids=array, attention_mask=mask, parameters=parameters))
-        assert response.headers["encserve-error-reason"] == "RESPONSE_TOO_LARGE"
-    assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
-
-
 MILLION = np.ones((250, 4000), np.int64)  # a million ids, of which truncation keeps 8,000
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
@@ -406,14 +387,6 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
             running.cancel()
             await until(lambda: server.app._calls.budget.held == 0)
     server.engine.let_go()
-
-
-async def test_calls_are_counted(server: FakeServer) -> None:
-    await ask(server, ids())
-    await post(server, PATH, ids(-IDS))
-    route = "POST /v2/models/{name:path}/infer"
-    assert server.sample("encserve_http_requests_total", route=route, status="200") == 1
-    assert server.sample("encserve_http_requests_total", route=route, status="400") == 1
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:

@@ -398,13 +398,6 @@ async def test_a_model_of_unknown_pooling_has_no_scores(serve: Serve) -> None:
     )
 
 
-async def test_many_documents_run_in_parts(serve: Serve) -> None:
-    server = await serve(FILES, {"max_queue_tokens": 2048}, scores=scores())
-    documents = [[3 + i % 40] * (i % 50) for i in range(2048)]
-    response = await score(server, **asked(documents, activation=pb.ACTIVATION_NONE))
-    np.testing.assert_allclose(found(response), logits_of([pair_ids(QUERY, it) for it in documents]), atol=1e-4)
-
-
 async def test_a_score_that_is_not_finite_fails_alone(serve: Serve) -> None:
     infinite = np.full((D_MODEL, 1), 3e38, np.float32)
     server = await serve({"scores.onnx": scores_file(table=infinite)}, scores=scores())
