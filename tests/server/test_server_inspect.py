@@ -164,6 +164,8 @@ BAD_REQUESTS = [
     (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "the layer before; was 1"),
     (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
     (request([1], data_type=7), "data_type", "DataType, 0 to 4; was 7"),
+    (request([1], data_type="DATA_TYPE_BINARY"), "data_type", "DATA_TYPE_BINARY is only for outputs of Encode"),
+    (request([1], data_type="DATA_TYPE_INT8"), "data_type", "DATA_TYPE_INT8 is only for outputs of Encode"),
     (request([1], truncation=7), "truncation", "Truncation, 0 to 2; was 7"),
     (request(np.ones((2, 4), np.float32)), "input.embeddings", "takes token ids or text"),
 ]  # fmt: skip

@@ -7,7 +7,6 @@ that are not finite.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from output_models import POOL, head_graph, rich_bundle
 
 from encserve_server.engine.base import BatchResult
-from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec, static_weights
+from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec
 from encserve_server.outputs import rows as rows_module
 from encserve_server.outputs.rows import l2_normalized, quantized
 from encserve_server.outputs.spans import pool_spans
 from encserve_server.outputs.token_pooling import linkage, pool_tokens
 from encserve_server.types.arrays import ModelInput, Numbers, OutputArrays, OutputRows, Rows, TokenSpans
-from encserve_server.types.bundles import ModelPooling, Sparse, SparsePooling, StaticSparse, TaskSettings, TokenPooling
+from encserve_server.types.bundles import ModelPooling, Sparse, SparsePooling, TaskSettings, TokenPooling
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
 K = OutputKind
@@ -298,13 +297,6 @@ def test_int8_changes_an_angle_by_less_than_2_degrees(width: int, seed: int, nea
     assert (turned[fits] <= 2 * np.arcsin(2 / 127) + 1e-6).all()
 
 
-def test_the_models_pooling_may_equal_a_named_one() -> None:
-    outputs = model(pooling=ModelPooling((K.MEAN,), l2_normalize=False, width=D_MODEL))
-    wanted = outputs.check([OutputSpec(K.MODEL), OutputSpec(K.MEAN)])
-    first, second = compute_one(outputs, random_rows([3])[0], wanted)
-    np.testing.assert_array_equal(first, second)
-
-
 @pytest.mark.parametrize("kind", OutputKind)
 def test_only_rows_of_tokens_share_memory_with_the_batch(kind: OutputKind) -> None:
     """Token vectors share memory with the batch. All other outputs are copies, so that the batch can be freed."""
@@ -414,16 +406,6 @@ def test_a_token_may_have_a_weight_under_its_own_id() -> None:
     ids, weights = found[2][0]
     assert ids == list(range(1, VOCABULARY))
     assert weights[0] == 1 + 3 * (VOCABULARY + 1)
-
-
-def test_static_weights_are_those_of_the_tokens() -> None:
-    weights = np.linspace(-1, 1, VOCABULARY, dtype=np.float32)
-    weights[6] = 0
-    outputs = (Output(K.SPARSE, False), Output(K.SPARSE, False, max_active_dims=1))
-    found = static_weights(StaticSparse(Path(), weights, 0), np.array([5, 39, 5, 6]), outputs)
-    for it, ids in zip(found, ([5, 39], [39]), strict=True):
-        assert it.indices is not None
-        assert (it.indices.tolist(), it.rows[:, 0].tolist()) == (ids, weights[ids].tolist())
 
 
 # Numbers that are not finite
@@ -573,12 +555,6 @@ def test_a_pooled_range_is_the_pooling_of_its_rows(made: tuple[Rows, TokenSpans]
     for found, (start, end) in zip(pooled, ranges, strict=True):
         expected = POOL[pooling](rows[start:end].astype(np.float64)) if end > start else np.zeros(D_MODEL)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-
-
-def test_a_sequence_without_ranges_has_no_rows() -> None:
-    outputs = model()
-    made = compute(outputs, random_rows([3, 2]), [outputs.check([OutputSpec(K.SPANS)])] * 2, [None, np.array([[0, 2]])])
-    assert [arrays[0].shape for arrays in made if arrays] == [(0, D_MODEL), (1, D_MODEL)]
 
 
 # Vectors joined into clusters

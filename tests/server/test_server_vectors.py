@@ -57,6 +57,14 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
         "4 x 4 bytes; was 24",
     ),
     (embeddings(width=4, data=bytes(16), data_type=5), "inputs[0].embeddings.data_type", "0 to 4; was 5"),
+    *(
+        (
+            embeddings(width=4, data=bytes(16), data_type=it),
+            "inputs[0].embeddings.data_type",
+            f"{it} is only for output",
+        )
+        for it in ("DATA_TYPE_BINARY", "DATA_TYPE_INT8")
+    ),
     (
         pb.EncodeRequest(inputs=[make_input(vectors(1)), make_input(vectors(*range(33)))]),
         "inputs[1].embeddings",
