@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from callers_file import entry
 from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input, refusal
 from http_calls import connect
 from otlp_receiver import otlp_receiver
@@ -31,7 +32,7 @@ RECORD = CallRecord(0.5, "search", "127.0.0.1:1", "Encode", "tiny@2", 2, 6, "OK"
 @pytest.fixture
 def callers(tmp_path: Path) -> Path:
     file = tmp_path / "callers.toml"
-    file.write_text(f'[[caller]]\nname = "search"\nkey_sha256 = ["{digest_of(KEY).hex()}"]\n')
+    file.write_text(entry("search", KEY))
     return file
 
 

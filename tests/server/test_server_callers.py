@@ -3,7 +3,6 @@
 # ruff: noqa: ASYNC240 - a small local file does not block the event loop
 
 import asyncio
-import hashlib
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
+from callers_file import entry
 from fake_clock import FakeClock
 from fake_server import (
     D_MODEL,
@@ -37,6 +37,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers import registry
 from encserve_server.callers.file import CallersError
+from encserve_server.callers.keys import digest_of
 from encserve_server.errors import LimitReached, StartupError, Unauthenticated
 from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
@@ -49,17 +50,6 @@ from encserve_server.types.callers import Caller, Priority
 RIGHT, OTHER, WRONG = "encserve-right-key", "encserve-other-key", "encserve-wrong-key"
 Serve = Callable[..., Awaitable[FakeServer]]
 EMBEDDINGS = {"input": "hello", "model": "tiny"}
-
-
-def hash_of(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def entry(name: str, *keys: str, **fields: Any) -> str:
-    """Return a [[caller]] table of a callers file. The values in `fields` must be TOML text."""
-    hashes = ", ".join(f'"{hash_of(key)}"' for key in keys)
-    lines = ["[[caller]]", f'name = "{name}"', f"key_sha256 = [{hashes}]"]
-    return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items())]) + "\n"
 
 
 SEARCH = entry("search", RIGHT)
@@ -156,7 +146,7 @@ async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any
         (("authorization", f"Bearer {WRONG}"),),
         (("authorization", f"Basic {RIGHT}"),),
         (("authorization", RIGHT),),
-        (("api-key", hash_of(RIGHT)),),
+        (("api-key", digest_of(RIGHT).hex()),),
         (("x-api-key", RIGHT[:-1]),),
         (("api-key", ""),),
         # The server checks only the first three keys of a call. The right key is the fourth.
@@ -274,17 +264,13 @@ async def test_a_fifo_in_place_of_the_file_is_refused(
     os.mkfifo(file)
     await until(lambda: server.sample("encserve_callers_reads_total", outcome="refused") == 1)
     await server.encode("hello", metadata=bearer(OTHER))
-    assert f"{file} cannot be read: must be a regular file; is a FIFO" in caplog.text
+    problem = f"{file} cannot be read: must be a regular file; is a FIFO"
+    assert problem in caplog.text
+    with pytest.raises(StartupError, match=problem):
+        await start_server(**{setting: file})
     file.unlink()
     await change(server, file, texts[1])
     assert (await refused(server, metadata=bearer(OTHER))).reason == "UNAUTHENTICATED"
-
-
-async def test_a_fifo_stops_the_start(start_server: StartServer, file: Path) -> None:
-    os.mkfifo(file)
-    for setting in ("callers", "api_key_file"):
-        with pytest.raises(StartupError, match="must be a regular file; is a FIFO"):
-            await start_server(**{setting: file})
 
 
 @pytest.mark.usefixtures("_poll_fast")
@@ -731,22 +717,13 @@ async def test_a_refused_call_costs_the_tokens_of_its_texts(serve: Serve, reason
         assert 1000 < int(error.pushback_ms or 0) <= 2200
 
 
-async def test_tokenize_takes_turns_between_callers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokenize_takes_turns_between_callers(serve: Serve, tokenized: tuple[list[int], threading.Event]) -> None:
     """One caller sends five texts, then a second caller sends one text.
 
     The server tokenizes the second caller's text third.
     """
     server = await serve(BOTH, tokenizer_threads=1)
-    lengths: list[int] = []
-    go_on = threading.Event()
-    real = TextTokenizer.tokenize
-
-    def tokenize(self: TextTokenizer, texts: Sequence[str], *args: Any, details: bool) -> Any:
-        lengths.extend(map(len, texts))
-        assert go_on.wait(10)
-        return real(self, texts, *args, details=details)
-
-    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
+    lengths, go_on = tokenized
     tasks = []
     for key, text in [(RIGHT, "hello " * 100)] * 5 + [(OTHER, "world " * 99)]:
         request = pb.TokenizeRequest(texts=[text])

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -296,24 +295,6 @@ async def test_an_idle_connection_stays_open_longer_than_a_slow_head(
         writer.write(ONE)
         await idle.readuntil(b"HTTP/1.1 200")
         await asyncio.wait_for(idle.read(), PATIENCE_SECONDS)
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-async def test_the_server_listens_on_every_address_of_its_host(start_server: StartServer) -> None:
-    if not has_ipv6():
-        pytest.skip("there is no IPv6")
-    addresses = {str(it[4][0]) for it in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)}
-    server = await start_server(http_port=0, host="localhost")
-    for address in addresses:
-        _, writer = await asyncio.open_connection(address, server.app.http_port)
-        writer.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from http_calls import connect, get, post, raw
 from waiting import until
 
 from encserve_server.app import App
-from encserve_server.errors import StartupError
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
@@ -324,19 +323,6 @@ async def test_large_replies_are_built_in_a_thread(shared: FakeServer, monkeypat
     monkeypatch.setattr("encserve_server.calls.call._INLINE_REPLY_BYTES", 0)
     for path in BOTH:
         assert (await post(shared, path, body(path, "hello"))).status_code == 200
-
-
-async def test_a_port_in_use_stops_the_start(shared: FakeServer) -> None:
-    settings = Settings(
-        model_repository=shared.app.settings.model_repository,
-        grpc_port=0,
-        metrics_port=0,
-        http_port=shared.app.http_port,
-    )
-    second = App(settings)
-    with pytest.raises(StartupError, match="--http-port"):
-        await second.start()
-    await second.stop()
 
 
 @pytest.mark.system

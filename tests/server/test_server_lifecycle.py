@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
-from encserve_server.errors import BundleError, StartupError
-from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.errors import StartupError
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
 from encserve_server.telemetry import lag
 from encserve_server.telemetry.page import MetricsPage
-from encserve_server.types.sequences import TokenSequence
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -175,42 +172,34 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
 # Starting
 
 
-@pytest.mark.system  # takes more than a second
-async def test_a_port_in_use_stops_the_start(start_server: StartServer) -> None:
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", "grpc"), ("localhost", "grpc"), ("127.0.0.1", "http"), ("127.0.0.1", "metrics")]
+)
+async def test_a_port_in_use_stops_the_start(start_server: StartServer, host: str, port: str) -> None:
     """If a port is in use, the start fails with an error that names the option.
 
     By default, gRPC would share the port, or listen only on addresses with a free port.
     """
-    server = await start_server()
-    repository = server.app.settings.model_repository
-    for host, ports, option in (
-        ("127.0.0.1", (server.app.grpc_port, 0), "--grpc-port"),
-        ("localhost", (server.app.grpc_port, 0), "--grpc-port"),
-        ("127.0.0.1", (0, server.app.metrics_port), "--metrics-port"),
-    ):
-        second = App(Settings(model_repository=repository, host=host, grpc_port=ports[0], metrics_port=ports[1]))
-        with pytest.raises(StartupError, match=f"{option} .*: Address already in use"):
-            await second.start()
-        await second.stop()
-    # Without `load`, the app uses its real loader.
-    third = App(Settings(model_repository=repository, grpc_port=0, metrics_port=0))
-    with pytest.raises(BundleError, match=r"tiny/2/manifest.json"):
-        await third.start()
-    await third.stop()
+    app = (await start_server(http_port=0)).app
+    ports = {"grpc_port": 0, "http_port": 0, "metrics_port": 0, f"{port}_port": getattr(app, f"{port}_port")}
+    second = App(Settings(model_repository=app.settings.model_repository, host=host, **ports))
+    with pytest.raises(StartupError, match=f"--{port}-port .*: Address already in use"):
+        await second.start()
+    await second.stop()
 
 
-@pytest.mark.parametrize("host", ["::1", "localhost"])
-async def test_other_loopback_addresses(start_server: StartServer, host: str) -> None:
-    server = await start_server(host=host)
-    async with grpc.aio.insecure_channel(f"{'[::1]' if ':' in host else host}:{server.app.grpc_port}") as channel:
-        rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
-        assert await rpc(b"") is not None
+LOCALHOST = sorted({str(it[4][0]) for it in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)})
 
 
-async def test_every_port_listens_on_ipv4_and_ipv6_with_host_any(start_server: StartServer) -> None:
-    app = (await start_server(host="::", http_port=0)).app
+@pytest.mark.parametrize(
+    ("host", "addresses"), [("::1", ["::1"]), ("localhost", LOCALHOST), ("::", ["127.0.0.1", "::1"])]
+)
+async def test_every_port_listens_on_every_address_of_its_host(
+    start_server: StartServer, host: str, addresses: list[str]
+) -> None:
+    app = (await start_server(host=host, http_port=0)).app
     for port in (app.grpc_port, app.http_port, app.metrics_port):
-        for address in ("127.0.0.1", "::1"):
+        for address in addresses:
             _, writer = await asyncio.open_connection(address, port)
             writer.close()
             await writer.wait_closed()
@@ -336,25 +325,6 @@ async def test_grpc_itself_refuses_a_request_with_too_many_bytes(start_server: S
     with pytest.raises(Failed) as caught:
         await server.call("Encode", b"x" * (2**20 + 1))
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
-
-
-@pytest.fixture
-def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
-    """Return a list and an event. The tokenizer adds the length of each text to the list, and waits for the event."""
-    lengths: list[int] = []
-    go_on = threading.Event()
-    real = TextTokenizer.tokenize
-
-    def tokenize(
-        self: TextTokenizer, texts: Sequence[str], max_tokens: int, *, details: bool
-    ) -> list[TokenSequence | str]:
-        lengths.extend(map(len, texts))
-        assert go_on.wait(60)
-        return real(self, texts, max_tokens, details=details)
-
-    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
-    yield lengths, go_on
-    go_on.set()
 
 
 LONG = "hello " * 40_000

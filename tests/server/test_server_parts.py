@@ -155,48 +155,6 @@ def test_the_byte_budget_depends_on_the_memory(usable_mib: int, own: dict[str, A
     assert settings.in_flight_bytes_for(usable_mib * MIB) == wanted_mib * MIB
 
 
-def test_a_flag_overrides_the_environment_and_the_environment_the_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen: list[Settings] = []
-
-    async def serve(settings: Settings, _log: object) -> int:
-        seen.append(settings)
-        return 0
-
-    monkeypatch.setattr("encserve_server.__main__.serve", serve)
-    monkeypatch.setattr("encserve_server.__main__.exit_process", lambda status: None)
-    monkeypatch.setattr(logs, "configure", lambda *_: SimpleNamespace())
-    environment = {
-        "ENCSERVE_MODEL_REPOSITORY": str(tmp_path),
-        "ENCSERVE_GRPC_PORT": "1234",
-        "ENCSERVE_METRICS_PORT": "4321",
-        "ENCSERVE_MODEL": "a b@2",
-        "ENCSERVE_REFLECTION": "false",
-    }
-    result = CliRunner().invoke(main, ["--grpc-port", "999"], env=environment, catch_exceptions=False)
-    assert result.exit_code == 0
-    (settings,) = seen
-    assert (settings.grpc_port, settings.metrics_port, settings.max_request_sequences) == (999, 4321, 2048)
-    assert (settings.model, settings.model_repository, settings.reflection) == (("a", "b@2"), tmp_path, False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "Missing option '--model-repository'"),
-        (["--model-repository", "m", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
-        (["--model-repository", "m", "--max-queue-tokens", "0"], "max_queue_tokens must be >= 1; was 0"),
-        (["--model-repository", "m", "--max-queue-tokens", "many"], "'many' is not a valid integer"),
-        (["--model-repository", "m", "--precision", "bfloat16"], "precision bfloat16 needs engine openvino"),
-    ],
-)
-def test_a_bad_flag_stops_the_start(arguments: list[str], problem: str) -> None:
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2
-    assert problem in result.output
-
-
 def test_a_failed_start_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,18 @@ import grpc
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, fake_rows
-from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input, refusal
+from fake_server import (
+    D_MODEL,
+    LONGEST,
+    SERVICE,
+    VOCAB_SIZE,
+    Failed,
+    FakeServer,
+    StartServer,
+    make_input,
+    refusal,
+    rows_of,
+)
 from waiting import collector_off
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -22,15 +33,6 @@ KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTP
 TOKENS, CLS = pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_CLS
 MULTI_VECTOR, SPARSE = pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
-
-
-def rows_of(response: Any, output: int = 0) -> list[Any]:
-    """Return the hidden states or vectors of an output: one array for each sequence."""
-    tensor = response.outputs[output]
-    dtype = "<f4" if tensor.data_type == pb.DATA_TYPE_FLOAT32 else "<f2"
-    flat = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
-    assert len(flat) == sum(tensor.lengths)
-    return np.split(flat, np.cumsum(tensor.lengths)[:-1])
 
 
 def expected(*ids: int) -> Any:

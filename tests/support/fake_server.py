@@ -201,6 +201,15 @@ def make_input(it: Any) -> pb.Input:
     return pb.Input(text=it) if isinstance(it, str) else pb.Input(token_ids=pb.TokenIds(ids=it))
 
 
+def rows_of(response: pb.EncodeResponse, output: int = 0) -> list[Any]:
+    """Return the hidden states or vectors of an output: a (rows, width) array for each input."""
+    tensor = response.outputs[output]
+    dtype = "<f4" if tensor.data_type == pb.DATA_TYPE_FLOAT32 else "<f2"
+    flat = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
+    assert len(flat) == sum(tensor.lengths)
+    return np.split(flat, np.cumsum(tensor.lengths)[:-1])
+
+
 StartServer = Callable[..., Awaitable[FakeServer]]
 
 
