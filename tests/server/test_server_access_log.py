@@ -223,10 +223,7 @@ async def test_the_settings_are_logged_at_the_start(
 async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
     start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No log, metric, trace or error contains a key.
-
-    The test sends right and wrong keys in each header, over each protocol. Some calls succeed, and some fail.
-    """
+    """The test sends right and wrong keys in each header, over each protocol. Some calls succeed, and some fail."""
     caplog.set_level(logging.DEBUG)
     seen: list[str] = []
     with otlp_receiver() as receiver:

@@ -202,10 +202,7 @@ async def test_inputs_that_need_no_truncation(shared: FakeServer) -> None:
 
 
 async def test_replies_are_bounded(serve: Serve) -> None:
-    """A reply that is too large is refused.
-
-    For sparse weights, the size of the reply is known only after the model has run.
-    """
+    """For sparse weights, the size of the reply is known only after the model has run."""
     width = 200_000
     files = {"sparse.onnx": tiny_heads.sparse_file("max", width)}
     server = await serve(files, HTTP | {"max_response_mib": 1}, sparse=sparse(width=width))

@@ -156,10 +156,7 @@ OFFERING = (
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, parts: int) -> None:
-    """The server answers a request that offers HTTP/2 with HTTP/1.1.
-
-    Java's HTTP client offers HTTP/2 in its first request.
-    """
+    """Java's HTTP client offers HTTP/2 in its first request."""
     end = len(OFFERING)
     cuts = {1: [end], 2: [end - len(TEXT), end], 3: [40, end - 5, end]}[parts]
     async with raw(shared) as (reader, writer):

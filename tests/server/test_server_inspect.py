@@ -191,10 +191,7 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """For a model without inspection, the server refuses a call before other checks.
-
-    The other checks need the layers of the model, which the server may not know.
-    """
+    """The other checks need the layers of the model, which the server may not know."""
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -343,10 +340,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server closes the connection of a caller that reads nothing.
-
-    Otherwise, a few such callers could block all inspections, and fill the memory with unread replies.
-    """
+    """A few such callers could block all inspections, and fill the memory with unread replies."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))

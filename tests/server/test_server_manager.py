@@ -241,10 +241,7 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """A version is not loaded again if only dates or permissions of files change.
-
-    For example, a volume may change the permissions of all files at each mount by a pod.
-    """
+    """For example, a volume may change the permissions of all files at each mount by a pod."""
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
     server = await serve(latest_versions=2)
@@ -379,10 +376,7 @@ async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a new version is older than the served versions, the log says so.
-
-    Version names that are not numbers sort before numbers, so v4 is older than 3.
-    """
+    """Version names that are not numbers sort before numbers, so v4 is older than 3."""
     caplog.set_level("INFO")
     repository.put("2", "a")
     repository.put("3", "b")
@@ -482,10 +476,7 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """The engine of a refused version is freed.
-
-    An exception refers to stack frames, and one of these frames refers to the engine.
-    """
+    """An exception refers to stack frames, and one of these frames refers to the engine."""
     engines: list[weakref.ref[FakeEngine]] = []
 
     def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
@@ -536,10 +527,7 @@ async def test_a_loaded_model_that_cannot_be_served_is_refused_and_closed(
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """If a folder cannot be read, the served versions stay the same.
-
-    For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment.
-    """
+    """For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment."""
     repository.put("1", "a")
     server = await serve()
     if folder in ("other", "tiny/3"):
@@ -600,10 +588,7 @@ async def test_a_missing_model_makes_the_repository_overdue(
 async def test_an_expected_fingerprint_or_space(
     repository: Repository, serve: Serve, field: str, reason: str, kept: str, changed: str
 ) -> None:
-    """A call with an expected id fails if the served version has another id.
-
-    A second export of a model has the same space_id.
-    """
+    """A second export of a model has another fingerprint and the same space_id."""
     repository.put("1", "a")
     server = await serve()
 

@@ -315,10 +315,7 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 
 
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
-    """Errors of refused inputs are freed without the cycle collector.
-
-    An error in a reference cycle would keep its input in memory until the cycle collector runs.
-    """
+    """An error in a reference cycle would keep its input in memory until the cycle collector runs."""
     embedder, _ = make_fake()
     with collector_off():
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)

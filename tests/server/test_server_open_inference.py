@@ -99,10 +99,7 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 
 async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -> None:
-    """Transport parameters of clients do not change the reply.
-
-    KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`.
-    """
+    """KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`."""
     plain = await infer(shared, input_ids=IDS, outputs=["embedding"])
     request = ids(outputs=["embedding"], parameters={"binary_data_output": True, "priority": 3, "content_type": "np"})
     request.inputs[0].parameters["binary_data_size"].int64_param = IDS.nbytes

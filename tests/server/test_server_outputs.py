@@ -181,10 +181,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], 
 def test_a_sequence_gets_the_same_bits_alone_and_with_others(
     made: tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]],
 ) -> None:
-    """Each sequence gets the same bits alone and in a batch, even if the sequences request different outputs.
-
-    The last sequence contains infinity, so it gets no outputs.
-    """
+    """The last sequence contains infinity, so it gets no outputs."""
     rows, specs, skipped = made
     outputs = model()
     wanted = [outputs.check(some, skipped_tokens=n) if some else () for some, n in zip(specs, skipped, strict=True)]
@@ -465,10 +462,7 @@ def test_a_weight_under_its_own_id_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("kind", [K.TOKENS, K.SPANS, *SPAN_POOLINGS])
 @pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16])
 def test_an_overflow_of_a_norm_is_found(kind: OutputKind, data_type: DataType) -> None:
-    """A sequence fails if a norm overflows, although its hidden states are finite.
-
-    Otherwise the division by the infinite norm would return zeros.
-    """
+    """The hidden states are finite. A division by the infinite norm would return zeros."""
     rows = random_rows([2, 2, 1])
     rows[1][:] = LARGE
     spans: list[TokenSpans | None] = [np.array([[0, len(it)]]) for it in rows]
@@ -596,10 +590,7 @@ def test_token_pooling_keeps_protected_tokens_and_the_number_of_clusters(
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """For the same vectors, encserve and sentence-transformers return the same joined vectors.
-
-    The first and the last of several vectors are equal.
-    """
+    """The first and the last of several vectors are equal."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
     vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)

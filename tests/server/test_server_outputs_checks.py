@@ -276,10 +276,7 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """The estimated size of a padded reply includes the padding.
-
-    One long vector can make such a reply large, because short vectors are padded to the same length.
-    """
+    """One long vector can make a padded reply large."""
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
     size = ReplySize(OUTPUTS, None, limit=300 * 8 - 1)

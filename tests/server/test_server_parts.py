@@ -279,10 +279,7 @@ def test_the_special_tokens_around_a_text_are_known(tmp_path: Path, around: str 
 
 
 async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: TextTokenizer, pool: FairThreadPool) -> None:
-    """The event loop runs while a thread tokenizes a long text.
-
-    The test compares CPU times, because wall times depend on the load of the machine.
-    """
+    """The test compares CPU times, because wall times depend on the load of the machine."""
     before = await pool.run(ANY_SENDER, 0, time.thread_time)
     began = time.thread_time()
     checker = checker_of(tokenizer)
@@ -349,10 +346,7 @@ PANICS = "a" * 30 + "b"
 
 
 def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path) -> None:
-    """If the tokenizer panics at a text, only this text fails.
-
-    For a panic in Rust code, PyO3 raises a BaseException that is not an Exception. KeyboardInterrupt is similar.
-    """
+    """For a panic in Rust code, PyO3 raises a BaseException that is not an Exception. KeyboardInterrupt is similar."""
     tokenizer = TextTokenizer(panicking_file, FairThreadPool(1), 2**20)
     before, panicked, after = tokenizer.tokenize(["hello", PANICS, "world"], LONGEST, details=False)
     assert isinstance(before, TokenSequence)
@@ -418,18 +412,9 @@ def test_a_file_that_the_library_cannot_load_is_refused(
 # Messages, CPUs, advice and logs
 
 
-@given(st.integers(0, 2**63))
-def test_a_varint_is_that_of_protobuf(number: int) -> None:
-    written = pb.SequenceInfo(token_count=number % 2**32).SerializeToString()
-    assert written == (b"" if not number % 2**32 else b"\x08" + wire.varint(number % 2**32))
-
-
 @given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
 def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
-    """A message that is joined from parts equals the message that protobuf would write.
-
-    The bytes field `data` is in a RaggedTensor, which is in an EncodeResponse, which is in an EncodeStreamResponse.
-    """
+    """The field `data` is in a RaggedTensor, which is in an EncodeResponse, which is in an EncodeStreamResponse."""
     numbers = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER, pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
     views = [memoryview(part) for part in data]
     tensor = [pb.RaggedTensor(width=3).SerializeToString(), *wire.field(pb.RaggedTensor.DATA_FIELD_NUMBER, views)]

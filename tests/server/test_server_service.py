@@ -332,10 +332,7 @@ async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server
 
 
 async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: StartServer) -> None:
-    """The server refuses a call before decoding, checking and tokenizing the call.
-
-    So the refusal of a large call costs no more than the refusal of a small call.
-    """
+    """The refusal of a large call costs no more than the refusal of a small call."""
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
         await refusal(server.encode([3] * 10))  # after this refusal the queue is closed
@@ -383,10 +380,7 @@ async def test_other_calls_run_while_a_large_request_is_decoded() -> None:
 
 @pytest.mark.parametrize("include_token_strings", [True, False])
 async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, include_token_strings: bool) -> None:
-    """A reply has at most its estimated number of bytes.
-
-    The requests use the longest tokens of the vocabulary, and ask for eight outputs at once.
-    """
+    """The requests use the longest tokens of the vocabulary, and ask for eight outputs at once."""
     specs = [pb.OutputSpec(kind=kind, l2_normalize=norm) for kind in KINDS for norm in (False, True)]
     options = pb.EncodeOptions(outputs=specs, include_token_strings=include_token_strings, truncation=pb.TRUNCATION_END)
     model = shared.app.catalog.resolve("", "")

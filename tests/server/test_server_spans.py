@@ -157,9 +157,9 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
 
 
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
-    """If truncation removes all tokens of a range, the range gets a vector of zeros.
+    """Positions count tokens before truncation.
 
-    Positions count tokens before truncation. So truncation does not change the position of the last special token.
+    So truncation does not change the position of the last special token.
     """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]

@@ -194,10 +194,7 @@ def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: s
 
 
 def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> None:
-    """Each wrong file is refused with an error that names the file.
-
-    A certificate for another name or from another authority is accepted, because only callers can detect this fault.
-    """
+    """A certificate for another name or authority is accepted, because only callers can detect this fault."""
     now = time.time()
     for pair in (made.other_name, made.stranger):
         load_identity(TlsFiles(pair.cert, pair.key), now)
@@ -238,10 +235,7 @@ async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_p
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """The server refuses keys that OpenSSL supports, but gRPC does not support.
-
-    Otherwise, the HTTP port would present a certificate, but the gRPC port would not.
-    """
+    """OpenSSL supports these keys. The HTTP port would present a certificate, but the gRPC port would not."""
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(FileError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
@@ -408,10 +402,7 @@ async def test_an_expired_authority_in_a_file_with_a_valid_one(
 async def test_old_sessions_are_not_resumed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """After a while, the server does not resume old sessions.
-
-    A resumed session skips the check of the caller's certificate, and the certificate may have expired.
-    """
+    """A resumed session skips the check of the caller's certificate, and the certificate may have expired."""
     monkeypatch.setattr("encserve_server.system.certificates.POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))

@@ -237,10 +237,7 @@ async def test_the_ratio_is_for_calls_without_a_trace(
 async def test_a_failed_call_has_its_reason(
     receiver: OtlpReceiver, start_server: StartServer, request_: Any, code: str, reason: str, is_error: bool
 ) -> None:
-    """The span of a failed call has the code and the reason of the error.
-
-    For a mistake of the caller, the span has no error status, as OpenTelemetry's semantic conventions demand.
-    """
+    """For a mistake of the caller, the span has no error status, as OpenTelemetry's semantic conventions demand."""
     server = await start_server(FakeEngine(D_MODEL, poison=7), trace_endpoint=receiver.endpoint)
     await refusal(server.call("Encode", request_, metadata=SAMPLED))
     got = await received(receiver, has(ENCODE))
