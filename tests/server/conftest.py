@@ -38,8 +38,16 @@ def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server."""
-    server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings_of(request))
+    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server.
+
+    The engine is fake, unless the module has a `SHARED_BUNDLE` with the arguments of `write_bundle`.
+    """
+    directory, settings = tmp_path_factory.mktemp("shared"), settings_of(request)
+    parts = getattr(request.module, "SHARED_BUNDLE", None)
+    if parts is not None:
+        bundle = write_bundle(directory / "bundles", tokenizer=words(), **parts)
+        settings = {**SERVE_TINY, **settings, "load": loader(bundle)}
+    server = await start_fake_server(directory, **settings)
     yield server
     await server.stop()
 
