@@ -153,8 +153,11 @@ async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
     [b"b" * 5000, b"\r\n \r\n1;x=" + b"b" * 5000, b"b\r\n \r\n1;x=b;x=b;x="],
     ids=["endless", "long", "short"],
 )
-async def test_bytes_around_chunks_are_bounded(shared: FakeServer, chunk: bytes) -> None:
+async def test_bytes_around_chunks_are_bounded(
+    shared: FakeServer, monkeypatch: pytest.MonkeyPatch, chunk: bytes
+) -> None:
     """Endless chunk extensions are refused long before the timeout of a body."""
+    monkeypatch.setattr(http_connection, "_PAUSE_SECONDS", 0.0)
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + b"1;x=")
         sending = asyncio.create_task(send_until_closed(writer, chunk * 100))

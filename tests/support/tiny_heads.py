@@ -222,6 +222,12 @@ def sigmoid(logits: Any) -> Any:
     return 1 / (1 + np.exp(-logits))
 
 
+def softmax(logits: Any) -> Any:
+    """Return the softmax of each row of logits, (n, labels)."""
+    powers = np.exp(logits)
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
 def scores(**changes: Any) -> manifest_pb2.Scores:
     """Return the section of the manifest that describes `scores_file()`."""
     fields: dict[str, Any] = {
