@@ -29,14 +29,9 @@ OPENAI, TEI = "/v1/embeddings", "/embed"
 SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
 
 
-def ids_of(i: int) -> list[int]:
-    """Return a list that repeats one id 1 to 32 times. The id and the count depend on the index of the input."""
-    return [3 + i % 900] * (1 + i % 32)
-
-
 async def test_many_inputs_are_answered_in_their_order(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE)
-    inputs = [ids_of(i) for i in range(MANY)]
+    inputs = [[3 + i % 900] * (1 + i % 32) for i in range(MANY)]
     got = (await post(server, TEI, {"inputs": inputs, "normalize": False, "pooling": "cls"})).json()
     want = [fake_rows(np.array(ids), D_MODEL)[0] for ids in inputs]
     np.testing.assert_array_equal(np.array(got, np.float32), np.array(want, np.float32))

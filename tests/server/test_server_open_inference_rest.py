@@ -4,16 +4,15 @@ import asyncio
 import json
 import random
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
+from fake_server import D_MODEL, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, arrays_of_rest, infer, text_tensor
+from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, arrays_of_rest, infer, text_tensor, wild_inputs
 from waiting import until
 
 PATH = "/v2/models/tiny/infer"
@@ -364,10 +363,6 @@ MILLION = np.ones((250, 4000), np.int64)  # a million ids, of which truncation k
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
 
-def exceeds(server: FakeServer, size: int) -> bool:
-    return server.app._calls.budget.held > size
-
-
 async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=100_000)
     wide = texts(*["é" * 30_000] * 16)
@@ -376,12 +371,12 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
         headers = {} if body is LARGE else binary(wide)[1]
         async with connect(server) as client:
             running = asyncio.create_task(client.post(PATH, content=body, headers=headers))
-            await until(partial(exceeds, server, size))
+            await until(lambda: server.held_bytes() > size)  # noqa: B023
             server.app._calls.budget.limit = server.app._calls.budget.held
             full = await client.post(PATH, content=LARGE)
             assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
             running.cancel()
-            await until(lambda: server.app._calls.budget.held == 0)
+            await until(lambda: server.held_bytes() == 0)
     server.engine.let_go()
 
 
@@ -390,26 +385,6 @@ def odd(rng: random.Random, good: Any, *others: Any) -> Any:
     if rng.random() > 0.02:
         return good
     return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
-
-
-def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Return random arrays with their names. Some combinations are invalid, such as `text` with `input_ids`."""
-    rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
-    words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
-    inputs: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        its = text_tensor(*(rng.choice(words) for _ in range(rows)))
-        inputs["text"] = its.reshape(-1, 1) if rng.random() < 0.3 else its
-    if rng.random() < 0.1 or not inputs:
-        of_int = rng.choice(["<i4", "<i8"])
-        ids = [rng.randrange(VOCAB_SIZE + 5) for _ in range(rows * columns)]
-        inputs["input_ids"] = np.array(ids, of_int).reshape(rows, columns)
-        if rng.random() < 0.5:
-            lengths = np.array([rng.randint(1, max(1, columns)) for _ in range(rows)], int)
-            inputs["attention_mask"] = (np.arange(columns) < lengths[:, None]).astype("<i8").reshape(rows, columns)
-        if rng.random() < 0.2:
-            inputs["token_type_ids"] = np.zeros((rows, columns), of_int)
-    return inputs
 
 
 def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
