@@ -162,7 +162,6 @@ def test_a_file_that_cannot_be_written_is_reported_at_intervals(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Refused calls
 
 
@@ -205,7 +204,6 @@ async def test_only_failed_calls_are_logged(
     assert refusals(caplog) == [("search", "INVALID_FIELD", 1), ("search", "INVALID_FIELD", 2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Logged settings and secret keys
 
 

@@ -108,7 +108,6 @@ async def change(server: FakeServer, file: Path, text: str, outcome: str = "load
     await until(lambda: server.sample("encserve_callers_reads_total", outcome=outcome) == before + 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Keys
 
 
@@ -291,7 +290,6 @@ async def test_an_unexpected_error_of_one_read_does_not_stop_the_next(
     assert (await refused(server, metadata=bearer(RIGHT))).reason == "UNAUTHENTICATED"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Streams
 
 
@@ -333,7 +331,6 @@ async def test_a_stream_without_a_key_is_refused_counted_and_logged(
     await until(lambda: server.in_flight() == 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Calls without a key
 
 HEALTH = "grpc.health.v1.Health"
@@ -462,7 +459,6 @@ async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatc
         it.cancel()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Permissions and rates
 
 
@@ -735,7 +731,6 @@ async def test_tokenize_takes_turns_between_callers(serve: Serve, tokenized: tup
     assert lengths.index(594) == 2  # after the running text and the first waiting text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Callers named by a proxy
 
 
@@ -851,7 +846,6 @@ async def test_a_proxy_without_keys_names_a_bounded_number_of_callers(
     assert "other" in names
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Certificates
 
 CERTIFICATE_ENTRY = '[[caller]]\nname = "search"\ncertificate_names = ["Search.example", "spiffe://example/search"]\n'

@@ -58,7 +58,6 @@ class Panic(BaseException):
     """An exception that is not a subclass of Exception, like the exception that PyO3 raises if Rust code panics."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The byte budget
 
 
@@ -208,7 +207,6 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
     await all_given_back(server)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Receiving
 
 
@@ -331,7 +329,6 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     await all_given_back(server)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Sending
 
 
@@ -422,7 +419,6 @@ async def test_connections_of_every_address_family_are_closed() -> None:
         listening.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Streams
 
 
@@ -531,7 +527,6 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
     await until(lambda: all(it.is_released for it in unsent))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Counts are checked before the contents of a request are copied
 
 
@@ -628,7 +623,6 @@ async def test_an_open_inference_request_refused_by_its_counts_is_not_copied(
     assert copied == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Stops and faults
 
 
