@@ -182,23 +182,6 @@ async def test_padded_tensors_in_parts_equal_those_in_one_piece(
         assert await ask(server, "ModelInfer", request, triton.ModelInferResponse) == whole
 
 
-@pytest.mark.system  # takes more than a second
-async def test_all_protocols_run_a_call_of_more_tokens_than_the_queue(start_server: StartServer) -> None:
-    server = await start_server(http_port=0, **SMALL_QUEUE)
-    inputs = [[3 + i % 900] * (1 + i % 32) for i in range(MANY)]
-    want = [fake_rows(np.array(ids), D_MODEL)[0] for ids in inputs]
-    outputs = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_CLS)])
-    reply = await server.encode(*inputs, options=outputs)
-    np.testing.assert_array_equal(np.frombuffer(reply.outputs[0].data, "<f4").reshape(-1, D_MODEL), want)
-    assert [it.token_count for it in reply.sequences] == [len(it) for it in inputs]
-    full = np.full((MANY, 32), 7)
-    tensors = await infer(server, input_ids=full, outputs=["last_hidden_state"])
-    np.testing.assert_array_equal(tensors["last_hidden_state"], [fake_rows(full[0], D_MODEL)] * MANY)
-    tensor = {"name": "input_ids", "datatype": "INT64", "shape": full.shape, "data": full.reshape(-1).tolist()}
-    rest = await post(server, "/v2/models/tiny/infer", {"inputs": [tensor], "outputs": [{"name": "embedding"}]})
-    assert rest.json()["outputs"][0]["shape"] == [MANY, D_MODEL]
-
-
 async def test_a_large_request_of_a_stream_runs_in_parts(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE)
     rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
@@ -260,12 +243,17 @@ async def test_a_call_whose_deadline_passes_releases_all_resources(start_server:
     assert sum(map(sum, server.engine.batches)) < MANY * 32 / 4
 
 
-async def test_the_statistics_count_a_call_in_parts_once(start_server: StartServer) -> None:
-    server = await start_server(FakeEngine(D_MODEL), **SMALL_QUEUE)
-    await infer(server, input_ids=np.full((MANY, 32), 7), outputs=["embedding"])
+async def test_an_open_inference_call_of_more_tokens_than_the_queue_runs_in_parts(start_server: StartServer) -> None:
+    """The statistics count the call once."""
+    server = await start_server(FakeEngine(D_MODEL), http_port=0, **SMALL_QUEUE)
+    ids = np.full((MANY, 32), 7)
+    await infer(server, input_ids=ids, outputs=["embedding"])
     name = triton.ModelStatisticsRequest(name="tiny")
     found = await ask(server, "ModelStatistics", name, triton.ModelStatisticsResponse)
     stats = found.model_stats[0].inference_stats
     assert (stats.success.count, stats.fail.count, stats.compute_infer.count) == (1, 0, 1)
     assert stats.compute_infer.ns == 1_000_000  # the run time of one batch of the fake engine
     assert server.sample("encserve_batches_total", model="tiny", version="2", closed_by="tokens") > 1
+    tensor = {"name": "input_ids", "datatype": "INT64", "shape": ids.shape, "data": ids.reshape(-1).tolist()}
+    rest = await post(server, "/v2/models/tiny/infer", {"inputs": [tensor], "outputs": [{"name": "embedding"}]})
+    assert rest.json()["outputs"][0]["shape"] == [MANY, D_MODEL]

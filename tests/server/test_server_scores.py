@@ -126,14 +126,6 @@ async def test_documents_are_cut_to_a_number_of_tokens(shared: FakeServer) -> No
     assert (refusing.scores, list(refusing.truncated)) == (response.scores, [0])
 
 
-async def test_documents_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
-    server = await serve({}, similarity="dot")
-    response = await score(server, **asked([[10, 11, 12], [7]], max_document_tokens=4))
-    want = [[pooled(QUERY) @ pooled(it)] for it in ([10, 11], [7])]
-    np.testing.assert_allclose(found(response), want, rtol=1e-4)
-    assert list(response.truncated) == [0]
-
-
 @pytest.mark.parametrize("most", [LONGEST, LONGEST + 1])
 async def test_long_documents_of_a_dense_model_are_refused_without_truncation(serve: Serve, most: int) -> None:
     server = await serve({}, similarity="dot")
