@@ -194,6 +194,7 @@ async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) 
     assert response.outputs[1].l2_normalized
     options: dict[str, Any] = {"outputs": [plain], "data_type": pb.DATA_TYPE_BINARY}
     binary = (await encode(shared, with_spans([5, 6, 9], [(1, 3), (0, 0)]), **options)).outputs[0]
+    assert (binary.data_type, binary.width) == (pb.DATA_TYPE_BINARY, D_MODEL)
     assert (binary.data, list(binary.lengths)) == (b"\xf0\x00", [2])
 
 
