@@ -16,7 +16,7 @@ import grpc
 import pytest
 from fake_engine import FakeEngine, FakeInspector
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -350,14 +350,15 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
     repository.put("1", "b", name="a")
     await repository.look()
     assert await listed(server) == "m@1* a@1"
-    stub: Any = health_pb2_grpc.HealthStub(server.channel)
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                response = await stub.Check(health_pb2.HealthCheckRequest(service=f"{SERVICE}/a"))
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            await asyncio.sleep(0.01)
+
+    async def is_healthy() -> bool:
+        with contextlib.suppress(Failed):
+            check = health_pb2.HealthCheckRequest(service=f"{SERVICE}/a")
+            data = await server.call("Check", check, "grpc.health.v1.Health")
+            return health_pb2.HealthCheckResponse.FromString(data).status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
+    await until(is_healthy)
 
 
 async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
