@@ -125,6 +125,13 @@ def test_an_error_of_a_part_has_the_input_index_of_the_whole_call() -> None:
         ({"served_model_name": ("a=b", "a=c")}, "was 'a=c'"),
         ({"cors_allow_origin": ("example.org",)}, "cors_allow_origin must be SCHEME://HOST, .*; was 'example.org'"),
         ({"cors_allow_origin": ("https://example.org/",)}, "was 'https://example.org/'"),
+        ({"tls_cert_file": "a"}, "^tls_cert_file and tls_key_file go together; were a and None$"),
+        ({"tls_key_file": "a"}, "^tls_cert_file and tls_key_file go together; were None and a$"),
+        ({"tls_client_ca_file": "a"}, "^tls_client_ca_file needs tls_cert_file and tls_key_file$"),
+        *(
+            ({"trace_endpoint": it}, "trace_endpoint must be http://HOST:PORT")
+            for it in ("localhost:4317", "ftp://host", "http://", "http://host:4317/v1/traces")
+        ),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value(value: dict[str, object], problem: str) -> None:

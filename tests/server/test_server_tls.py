@@ -32,7 +32,6 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import StartupError
-from encserve_server.settings import Settings
 from encserve_server.system import certificates as certificate_files
 from encserve_server.system.certificates import TlsFiles, load_identity
 from encserve_server.system.clock import MonotonicClock
@@ -239,19 +238,6 @@ def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(FileError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
-
-
-@pytest.mark.parametrize(
-    ("chosen", "problem"),
-    [
-        ({"tls_cert_file": "a"}, "tls_cert_file and tls_key_file go together; were a and None"),
-        ({"tls_key_file": "a"}, "tls_cert_file and tls_key_file go together; were None and a"),
-        ({"tls_client_ca_file": "a"}, "tls_client_ca_file needs tls_cert_file and tls_key_file"),
-    ],
-)
-def test_settings_that_need_each_other(tmp_path: Path, chosen: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"^{problem}$"):
-        Settings(model_repository=tmp_path, **chosen)
 
 
 async def test_a_wrong_file_or_a_missing_package_stops_the_start(
