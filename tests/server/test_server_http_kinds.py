@@ -27,15 +27,7 @@ NO_POOLING = {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
 async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **spec: Any) -> list[tuple[Any, Any]]:
     """Encode over gRPC. For each input, return (n, width) vectors or weights, and (n,) indices or None."""
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=kind, **spec)], task=task, truncation=pb.TRUNCATION_END)
-    reply = await server.encode(*inputs, options=options)
-    (tensor,) = reply.outputs
-    if tensor.lengths:
-        return sets(tensor)
-    rows = np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
-    if len(rows) == len(inputs):
-        return [(rows[i : i + 1], None) for i in range(len(inputs))]
-    ends = np.cumsum([it.token_count for it in reply.sequences])
-    return [(rows[end - it.token_count : end], None) for end, it in zip(ends, reply.sequences, strict=True)]
+    return sets((await server.encode(*inputs, options=options)).outputs[0])
 
 
 def pooled(response: httpx.Response) -> list[Any]:
