@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, make_input
+from fake_server import Failed, FakeServer, make_input, sets
 from http_calls import post
 from open_inference import arrays_of_rest, infer, text_tensor
 from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
@@ -22,7 +22,6 @@ from tiny_heads import (
     expected_weights,
     multi_vector,
     npy,
-    sets,
     sparse,
     text,
     words,

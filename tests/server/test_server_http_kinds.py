@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import FakeServer
+from fake_server import FakeServer, sets
 from http_calls import get, post
-from tiny_heads import BEGIN, END, Serve, multi_vector, sets, sparse, text
+from tiny_heads import BEGIN, END, Serve, multi_vector, sparse, text
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb

@@ -201,13 +201,25 @@ def make_input(it: Any) -> pb.Input:
     return pb.Input(text=it) if isinstance(it, str) else pb.Input(token_ids=pb.TokenIds(ids=it))
 
 
+def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
+    """Return the vectors and the indices of each sequence.
+
+    Vectors have the shape (n, width). Indices have the shape (n,), or are None if the tensor has no indices.
+    """
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
+    rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
+    assert len(rows) == sum(tensor.lengths)
+    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None
+    ends = np.cumsum(tensor.lengths)
+    return [
+        (rows[end - count : end], None if indices is None else indices[end - count : end])
+        for end, count in zip(ends, tensor.lengths, strict=True)
+    ]
+
+
 def rows_of(response: pb.EncodeResponse, output: int = 0) -> list[Any]:
     """Return the hidden states or vectors of an output: a (rows, width) array for each input."""
-    tensor = response.outputs[output]
-    dtype = "<f4" if tensor.data_type == pb.DATA_TYPE_FLOAT32 else "<f2"
-    flat = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
-    assert len(flat) == sum(tensor.lengths)
-    return np.split(flat, np.cumsum(tensor.lengths)[:-1])
+    return [rows for rows, _ in sets(response.outputs[output])]
 
 
 StartServer = Callable[..., Awaitable[FakeServer]]
