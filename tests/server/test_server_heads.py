@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, make_input
+from fake_server import Failed, FakeServer, make_input, sets
 from http_calls import post
 from open_inference import arrays_of_rest, infer, text_tensor
 from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
@@ -22,7 +22,6 @@ from tiny_heads import (
     expected_weights,
     multi_vector,
     npy,
-    sets,
     sparse,
     text,
     words,
@@ -146,10 +145,9 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """Some tokens of a document get no vector.
+    """In a call without a task, the same tokens get no vector.
 
-    In a call without a task, the same tokens get no vector. But such a call uses the default prompt, and allows longer
-    texts.
+    But such a call uses the default prompt, and allows longer texts.
     """
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]

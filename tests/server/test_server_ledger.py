@@ -70,10 +70,10 @@ class Held:
         self.arrivals: dict[str, Arrival] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
+    async def start(self, name: str, account: str, *, is_stream: bool = True) -> None:
         async def hold() -> None:
             try:
-                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream) as self.arrivals[name]:
+                with Arrival(self.places, account, is_open=False, is_stream=is_stream) as self.arrivals[name]:
                     await asyncio.Event().wait()
             except EncserveError as error:
                 self.ended[name] = error

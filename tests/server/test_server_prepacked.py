@@ -100,10 +100,7 @@ def open_engine(graph: Graph, weights: PrepackedWeights | None) -> "contextlib.c
 
 
 def test_shared_weights_give_rows_with_the_same_bits(bundle: Bundle, folder: Path) -> None:
-    """Hidden states and inspections have the same bits with shared weights and without them.
-
-    Inspections have their own graph and their own cache entry.
-    """
+    """Inspections have their own graph and their own cache entry."""
     rng = np.random.default_rng(0)
     shared_weights = weights_of(bundle, folder)
     with open_engine(bundle.graph, None) as plain, open_engine(bundle.graph, shared_weights) as shared:
