@@ -274,14 +274,6 @@ async def raw_server(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter
     server.close()
 
 
-def http_server() -> contextlib.AbstractAsyncContextManager[int]:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
-
-    return raw_server(refuse)
-
-
 @pytest.mark.parametrize("port", ["http_port", "metrics_port"])
 async def test_the_other_ports_of_a_server(caller: Caller, tmp_path: Path, port: str) -> None:
     server = await start_fake_server(tmp_path, http_port=0)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from fake_encoder import Caller, FakeEncoder, rows_of
@@ -20,8 +19,6 @@ from waiting import until
 
 from encserve_client import EncoderClient, InvalidInputError, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
-
-Code = grpc.StatusCode
 
 
 async def jitter(*_: object) -> None:
