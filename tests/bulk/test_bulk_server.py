@@ -142,11 +142,10 @@ def test_a_job_survives_a_restart_of_the_server(corpus: list[Path], want: Any, e
     ids=["no room", "not ready"],
 )
 async def test_a_job_waits_for_a_server_that_refuses(
-    tmp_path: Path, code: grpc.StatusCode, reason: str, lines: list[str]
+    service: FakeEncoder, tmp_path: Path, code: grpc.StatusCode, reason: str, lines: list[str]
 ) -> None:
     texts = [f"{'word ' * (i % 9)}{i}" for i in range(4000)]
     (tmp_path / "texts.txt").write_text("".join(f"{it}\n" for it in texts))
-    service = FakeEncoder()
     began: list[float] = []
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -156,13 +155,9 @@ async def test_a_job_waits_for_a_server_that_refuses(
                 raise Refused(code, "not now", reason, pushback="200")
 
     service.before = refuse
-    await service.start()
-    try:
-        files = inputs(tmp_path / "texts.txt")
-        arguments = ("--target", service.target, "embed", *files, "--output", f"{tmp_path}/vectors/")
-        done = await asyncio.to_thread(run, *arguments)
-    finally:
-        await service.server.stop(None)
+    files = inputs(tmp_path / "texts.txt")
+    arguments = ("--target", service.target, "embed", *files, "--output", f"{tmp_path}/vectors/")
+    done = await asyncio.to_thread(run, *arguments)
     assert done.returncode == 0, done.stderr
     assert [re.sub(r" for \d+ s$", "", line) for line in said(done.stderr)] == [
         f"server {service.target} {line}" for line in lines
