@@ -428,21 +428,6 @@ def test_a_model_without_a_width_is_refused() -> None:
         run_without_loop(core_of().get_model(wire, ("", ""), None))
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_is_positive(timeout: float) -> None:
-    with pytest.raises(InvalidInputError, match="timeout_seconds must be > 0; was"):
-        core_of().time_limit(timeout, 0.0)
-    with pytest.raises(InvalidInputError, match="timeout_seconds must be > 0; was"):
-        core_of(timeout_seconds=timeout)
-
-
-def test_limits_are_positive() -> None:
-    with pytest.raises(InvalidInputError, match="max_concurrent_messages must be >= 1; was 0"):
-        Settings(1.0, 1, 0, POLICY)
-    with pytest.raises(InvalidInputError, match="max_message_bytes must be >= 1; was 0"):
-        Settings(1.0, 0, 1, POLICY)
-
-
 def refusing(bad: set[int]) -> Encode:
     """Make a server function that refuses a message for the first input whose token id is in `bad`."""
 
