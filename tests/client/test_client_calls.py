@@ -452,7 +452,7 @@ async def test_a_closed_client_refuses_calls(caller: Caller) -> None:
         await caller.close(client)
     assert "[closed]" in repr(client)
     for call in (client.models, lambda: client.stream(["a"])):
-        with pytest.raises(ClientClosedError, match="the client is closed"):
+        with pytest.raises(ClientClosedError, match="^the client is closed; make a new client$"):
             await caller(call)
 
 
