@@ -307,12 +307,6 @@ async def test_every_status_has_its_exception(caller: Caller, service: FakeEncod
     assert (type(error), error.code) == (type(caught.value), code)
 
 
-async def test_an_unknown_model(caller: Caller) -> None:
-    with pytest.raises(ModelNotFoundError, match="'nope' is not loaded") as caught:
-        await caller(caller.connect().token_vectors, [[1]], model="nope")
-    assert caught.value.reason == "UNKNOWN_MODEL"
-
-
 @pytest.mark.parametrize(
     ("method", "arguments", "options", "text"),
     [
@@ -323,6 +317,11 @@ async def test_an_unknown_model(caller: Caller) -> None:
         ("run", [["a"]], {"outputs": None}, "outputs must be a list; was NoneType"),
         ("inspect", [[1, True]], {}, r"input\[1\] must be an integer of 64 bits; was True"),
         ("embed", [["a"]], {"pooling": "sum"}, "pooling must be one of"),
+        ("embed", [["a"]], {"kind": "tokens"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'tokens'"),
+        ("embed", [["a"]], {"kind": "sparse", "pooling": "mean"}, "pooling must be left out with kind='sparse', "),
+        ("embed", [["a"]], {"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
+        ("embed", [["a"]], {"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
+        ("embed", [["a"]], {"task": "passage"}, "task must be one of 'query', 'document'; was 'passage'"),
         ("token_vectors", [["a"]], {"timeout_seconds": 0}, "timeout_seconds must be > 0; was 0"),
         ("token_vectors", [["a"]], {"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
         ("token_vectors", [["a"]], {"model": 1}, "model must be a str or None; was int"),

@@ -19,7 +19,6 @@ from encserve_client import (
     EncserveError,
     InvalidInputError,
     InvalidRequestError,
-    MessageTooLargeError,
     Outage,
     OverloadedError,
     ProtocolError,
@@ -344,47 +343,6 @@ def test_too_large_messages_are_halved() -> None:
     encode(core, server, inputs)
     assert server.n_get_model == 2
     assert server.sizes[-4:] == [3, 3, 3, 2]
-
-
-def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
-    """If a message is too large for gRPC, the status is RESOURCE_EXHAUSTED, without a reason from the server.
-
-    A full queue has the same status. But the client must not retry a message that is too large.
-    """
-    refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
-    server, alone = WireServer(lambda _: (0.0, refusal)), WireServer(lambda _: (0.0, refusal))
-    with pytest.raises(MessageTooLargeError):
-        encode(core_of(), server, [[i] for i in range(1, 5)])
-    assert (server.sizes[0], server.sizes.count(4)) == (4, 1)
-    with pytest.raises(MessageTooLargeError) as caught:
-        encode(core_of(), alone, [[1]])
-    assert (alone.sizes, caught.value.attempts) == ([1], 1)
-
-
-def test_the_first_failure_ends_the_call() -> None:
-    """After the first failure, the client sends no more messages.
-
-    The index in the error counts from the first input of the call.
-    """
-
-    def second_fails(request: pb.EncodeRequest) -> Outcome:
-        if request.inputs[0].token_ids.ids[0] == 3:
-            return 1.0, Failure(Code.INVALID_ARGUMENT, "inputs[1]: is bad", "SEQUENCE_TOO_LONG")
-        return 5.0, echo(request)
-
-    server = WireServer(second_fails, max_request_sequences=2)
-    with pytest.raises(InvalidRequestError, match=r"inputs\[3\]: is bad") as caught:
-        encode(core_of(), server, [[i] for i in range(1, 50)])
-    assert caught.value.reason == "SEQUENCE_TOO_LONG"
-    assert server.wire.time == 1.0
-    assert len(server.sizes) == 4
-
-
-def test_a_model_is_requested_once() -> None:
-    core, server = core_of(), WireServer(failing([]))
-    for _ in range(3):
-        encode(core, server, [[1]])
-    assert server.n_get_model == 1
 
 
 def echo_thrice(request: pb.EncodeRequest) -> Outcome:
