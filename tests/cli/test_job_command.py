@@ -954,7 +954,6 @@ async def test_a_job_accepts_the_same_files_with_another_path_or_time(
 async def test_a_new_file_with_the_name_of_a_renamed_file_needs_add_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
     await encserve(service, "embed", *inputs(source), *output)
     renamed = source.rename(tmp_path / "renamed.txt")  # noqa: ASYNC240
     write_texts(source, ["new"])
@@ -1122,7 +1121,6 @@ async def test_an_empty_line_is_a_text_in_jobs_and_in_files(
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv"])
 def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> None:
-    """Each of three commands does its share. Afterwards no part is missing."""
     texts = [f"text {i}" for i in range(150)]
     source = write_texts(tmp_path / f"texts{suffix}", ["text", *texts] if suffix == ".csv" else texts)
     rows = 0

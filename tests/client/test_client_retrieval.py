@@ -296,7 +296,6 @@ def test_a_document_without_vectors_comes_last() -> None:
 
 
 def test_a_model_without_the_kind_of_the_query_is_refused() -> None:
-    """`rank` refuses a model that does not return the kind of the query."""
     late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
     with pytest.raises(

@@ -126,7 +126,6 @@ def test_a_ready_result_waits_for_at_most_one_read() -> None:
 
 
 def test_a_call_fails_if_the_server_does_not_come_back() -> None:
-    """The server goes down and does not come back. The call fails after the timeout of a message."""
     server = WireServer(lambda request: (0.0, DOWN) if server.wire.time > 1.0 else (0.7, echo(request)))
     with pytest.raises(ServerUnavailableError, match="^host:1: connection reset"):
         list(stream(server, [[i] for i in range(1, 301)], timeout=20.0))
@@ -236,7 +235,6 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_invalid_input_is_an_error_at_its_index(wrong: object, ordered: bool) -> None:
-    """An invalid input gets an error that names its index, and is not sent. The other inputs get results."""
     server = WireServer(lambda request: (1.0, echo(request)))
     found = list(stream(server, [[7], wrong, [9]], ordered=ordered))
     assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
