@@ -631,9 +631,10 @@ def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callabl
 
 
 def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
-    """A batch does not end. One second after Ctrl-C, the process ends and leaves no part of the output file."""
+    """A batch does not end. Soon after Ctrl-C, the process ends and leaves no part of the output file."""
     exits = Exits(tmp_path)
     monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr("encserve_cli.interrupts._LONGEST_STOP_SECONDS", 0.1)
     monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
     begun, all_threads_begin = itertools.count(), threading.Barrier(3)
 
@@ -675,9 +676,10 @@ def test_ctrl_c_ends_the_search_for_finished_parts(
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch does not end. One second after Ctrl-C, the process prints the usual line and ends with status 130."""
+    """A batch does not end. Soon after Ctrl-C, the process prints the usual line and ends with status 130."""
     exits = Exits(folder.parent)
     monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr("encserve_cli.interrupts._LONGEST_STOP_SECONDS", 0.1)
     monkeypatch.setattr(rows, "_READ_BYTES", 32)  # so that a part has several batches
     result = run_words(Words(lambda words: exits.wait_after_ctrl_c(words) if words.encoded else None))
     assert exits.statuses == [130]
