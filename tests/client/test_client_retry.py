@@ -186,19 +186,3 @@ def test_a_pushback_that_is_not_a_delay_forbids_retries(pushback: str) -> None:
     failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])
     assert failure.retry_forbidden
     assert not is_retryable(failure)
-
-
-def test_the_index_counts_inputs_of_the_call() -> None:
-    """A call may be sent as several messages. The server's error has the index of an input in its message.
-
-    The client's exception has the index of the input in the call.
-    """
-    failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
-    assert str(failure.to_exception(1, indices=range(256, 300))).startswith("inputs[259][17]: must")
-    assert str(failure.to_exception(1)).startswith("inputs[3][17]: must")
-
-
-def test_a_missing_key_says_where_it_comes_from() -> None:
-    failure = Failure(Code.UNAUTHENTICATED, "unknown or revoked key", "UNAUTHENTICATED")
-    text = "unknown or revoked key; this client takes the key from api_key=, --api-key or ENCSERVE_API_KEY"
-    assert str(failure.to_exception(attempts=1)) == text
