@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import certificates
 import grpc
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from certificates import Certificates
 from click.testing import CliRunner, Result
 from command import encserve, inputs
 from fake_encoder import FakeEncoder, Refused
@@ -41,7 +39,7 @@ class Mistake:
     Attributes:
         command: The words after `encserve`. ENCSERVE_TARGET is set to the server.
         error: The text after "Error: ". The command prints nothing else, except the usage if the status is 2.
-        server: "plain", "tls" for a server with TLS, or "keys" for a server that wants a key.
+        server: "plain", or "keys" for a server that wants a key.
         status: The exit status: 1, or 2 for an error in the command line itself.
     """
 
@@ -74,23 +72,6 @@ COMMANDS = [
         "'encoder:grpc'",
     ),
     Mistake("models --timeout 0", "--timeout must be > 0; was 0.0"),
-    Mistake(
-        "models --tls",
-        "{target}: the server uses plaintext, but this client uses TLS: leave out tls= (--tls, --ca, --cert), or "
-        "give the port with TLS",
-    ),
-    Mistake(
-        "models",
-        "{target}: the server uses TLS, but this client uses plaintext: turn on TLS (tls=True or --tls), and give "
-        "the authority's file (ca= or --ca) if the authority is not public",
-        "tls",
-    ),
-    Mistake(
-        "models --ca {stranger_ca}",
-        "{target}: the authority of the server's certificate is not in {stranger_ca} (unable to get local issuer "
-        "certificate): give the authority's file (ca= or --ca)",
-        "tls",
-    ),
     Mistake("models --ca nowhere.pem", "--ca cannot be read: nowhere.pem: No such file or directory"),
     Mistake(
         "models --target ipv4:10.0.0.1,10.0.0.2 --tls",
@@ -240,22 +221,14 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return certificates.make_certificates(tmp_path_factory.mktemp("tls"))
+Start = Callable[[str], Awaitable[FakeServer]]
 
 
 @pytest.fixture
-async def start(
-    tmp_path: Path, made: Certificates, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Callable[[str], Awaitable[FakeServer]]]:
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Yield a function that starts a server of a kind; see `Mistake.server`. The commands run in a folder of files."""
     servers: list[FakeServer] = []
-    settings: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "tls": {"tls_cert_file": made.server.cert, "tls_key_file": made.server.key},
-        "keys": {"api_key": KEY},
-    }
+    settings: dict[str, dict[str, Any]] = {"plain": {}, "keys": {"api_key": KEY}}
 
     async def start(kind: str) -> FakeServer:
         (tmp_path / "server").mkdir()
@@ -287,14 +260,12 @@ async def run(command: str, target: str) -> Result:
 
 
 @pytest.mark.parametrize("mistake", COMMANDS, ids=lambda mistake: f"{mistake.command} ({mistake.server})")
-async def test_a_command(mistake: Mistake, start: Callable[[str], Awaitable[FakeServer]], made: Certificates) -> None:
+async def test_a_command(mistake: Mistake, start: Start) -> None:
     app = (await start(mistake.server)).app
     target = f"localhost:{app.grpc_port}"
     values = {
-        "target": target,
         "metrics": f"localhost:{app.metrics_port}",
         "nobody": f"127.0.0.1:{free_port()}",
-        "stranger_ca": made.stranger_ca,
     }
     result = await run(mistake.command.format(**values), target)
     assert (result.exit_code, result.stdout) == (mistake.status, ""), result.output
@@ -304,7 +275,7 @@ async def test_a_command(mistake: Mistake, start: Callable[[str], Awaitable[Fake
 
 
 @pytest.mark.parametrize(("line", "error"), CALLS)
-async def test_a_call_in_python(line: str, error: str, start: Callable[[str], Awaitable[FakeServer]]) -> None:
+async def test_a_call_in_python(line: str, error: str, start: Start) -> None:
     """The text is exact, and the traceback has at most 6 frames of the library."""
     app = (await start("plain")).app
     names = {"LONG": LONG, "np": np, "rank": rank}
