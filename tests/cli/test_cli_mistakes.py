@@ -217,7 +217,6 @@ CALLS = [
         "rank(np.zeros(4), np.zeros((2, 8)))",
         "a row of documents must have 4 numbers, as query has; had 8. Embed both with one model",
     ),
-    ("client.close() or client.embed('hello')", "the client is closed; make a new client"),
 ]
 
 
