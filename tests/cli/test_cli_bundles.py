@@ -320,16 +320,16 @@ def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatc
 def test_an_export_that_needs_more_memory_than_the_machine_has_is_refused(
     tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, 400 MB of float16 weights take 800 MB. An export takes 3 times 800 MB, plus 1.03 GB."""
+    """In float32, 40 MB of float16 weights take 80 MB. An export takes 3 times 80 MB, plus 1.03 GB."""
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     (checkpoint / "config.json").write_text('{"torch_dtype": "float16"}')
     with (checkpoint / "model.safetensors").open("wb") as file:
-        file.truncate(400_000_000)
-    monkeypatch.setattr(exporting, "usable_bytes", lambda: 3_300_000_000)
-    with pytest.raises(ValueError, match=r"needs up to 3\.4 GB of memory, but this machine or container has 3\.3 GB"):
+        file.truncate(40_000_000)
+    monkeypatch.setattr(exporting, "usable_bytes", lambda: 1_240_000_000)
+    with pytest.raises(ValueError, match=r"needs up to 1\.3 GB of memory, but this machine or container has 1\.2 GB"):
         find_bundle(str(checkpoint))
     assert exports() == []
-    monkeypatch.setattr(exporting, "usable_bytes", lambda: 3_600_000_000)
+    monkeypatch.setattr(exporting, "usable_bytes", lambda: 1_300_000_000)
     find_bundle(str(checkpoint))
 
 

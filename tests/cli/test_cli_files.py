@@ -100,8 +100,11 @@ async def test_one_vector_per_text_in_every_output_format(
     assert table.schema.metadata[b"fingerprint"] == b"f" * 16
 
 
-async def test_standard_output_gets_the_lines_of_a_jsonl_file(service: FakeEncoder, tmp_path: Path) -> None:
+async def test_standard_output_gets_the_lines_of_a_jsonl_file(
+    service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--output -` prints the vectors and nothing else, and takes more inputs than a table or --json."""
+    monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 100)
     texts = [f"text {i}" for i in range(1001)]
     for command in ("embed", "encode"):
         for output in ("-", tmp_path / "v.jsonl"):
