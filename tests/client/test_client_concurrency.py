@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,10 +100,14 @@ async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> Non
     """The client refuses a call from another event loop. After that, calls in its first loop still succeed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.token_vectors([[1]])
-        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
-            await asyncio.to_thread(lambda: asyncio.run(client.token_vectors([[1]])))
-        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
-            await asyncio.to_thread(lambda: asyncio.run(client.raw_method("ListModels")(b"")))
+        text = "^the client belongs to the event loop of its first call: make one client per loop$"
+        calls: list[Callable[[], Any]] = [
+            lambda: client.token_vectors([[1]]),
+            lambda: client.raw_method("ListModels")(b""),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidInputError, match=text):
+                await asyncio.to_thread(lambda call: asyncio.run(call()), call)
         await client.token_vectors([[1]])
 
 

@@ -39,10 +39,11 @@ async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None
     np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
     assert (await caller(client.embed, "two words", task="query")).shape == (8,)
     assert len((await caller(client.run, "two words")).sequences) == 1
+    assert len(await caller.all_of(client, "two words")) == 1
     service.model_info = LATE
     late = caller.connect()
     assert (await caller(late.embed, "two words", kind="multi_vector")).shape == (2, 8)
-    assert [len(it.inputs) for it in service.requests] == [1] * 5
+    assert [len(it.inputs) for it in service.requests] == [1] * 6
 
 
 @pytest.mark.parametrize("n", [1, 10])
@@ -324,29 +325,6 @@ async def test_an_expected_fingerprint_is_named_by_tokenize(caller: Caller) -> N
         encserve_client.FingerprintError, match="^expected_fingerprint: e{16} is expected, but the answer has f"
     ):
         await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "options", "problem"),
-    [
-        ("embed", [np.array(5)], {}, "inputs must be a list of inputs; was ndarray"),
-        ("stream", [{"input_ids": [1]}], {}, "inputs must be a list of inputs; was dict"),
-        ("embed_spans", ["a", None], {}, r"spans must be a list of \(start, end\); was NoneType"),
-        ("run", [["a"]], {"outputs": None}, "outputs must be a list; was NoneType"),
-        ("embed", [[[1, True]]], {}, r"inputs\[0\]\[1\] must be an integer of 64 bits; was True"),
-        ("inspect", [[1, True]], {}, r"input\[1\] must be an integer of 64 bits; was True"),
-    ],
-)
-async def test_wrong_types_are_the_clients_own_errors(
-    caller: Caller, method: str, arguments: list[Any], options: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=problem):
-        await caller(getattr(caller.connect(), method), *arguments, **options)
-
-
-def test_an_outage_is_reported_to_a_function(caller: Caller) -> None:
-    with pytest.raises(InvalidInputError, match="on_outage must be a function or None; was int"):
-        caller.connect(on_outage=1)
 
 
 async def test_a_very_long_timeout_is_no_timeout(caller: Caller) -> None:

@@ -159,28 +159,6 @@ async def test_a_kind_that_the_model_gets_later_is_noticed(caller: Caller, servi
     assert len(await caller(client.embed, TEXTS, kind="sparse")) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"kind": "tokens"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'tokens'"),
-        ({"kind": "sparse", "pooling": "mean"}, "pooling must be left out with kind='sparse', because .* was 'mean'"),
-        ({"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
-        ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
-    ],
-)
-async def test_arguments_that_every_server_refuses(
-    caller: Caller, service: FakeEncoder, options: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=problem):
-        await caller(caller.connect().embed, TEXTS, **options)
-    assert not service.requests
-
-
-def test_an_unknown_task() -> None:
-    with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'passage'"):
-        Options(task="passage")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_indices_of_the_wrong_length(count: int) -> None:
     tensor = pb.RaggedTensor(
@@ -318,7 +296,6 @@ def test_a_document_without_vectors_comes_last() -> None:
 
 
 def test_a_model_without_the_kind_of_the_query_is_refused() -> None:
-    """`rank` refuses a model that does not return the kind of the query."""
     late = model_info(pb.ModelInfo(name="late", d_model=3, multi_vector_width=3, multi_vector_similarity="maxsim"))
     weights = SparseVector(np.array([1], np.uint32), np.ones(1, np.float32), 9)
     with pytest.raises(

@@ -116,7 +116,6 @@ def test_bfloat16(folder: Path) -> None:
 
 
 def test_the_output_of_encode(folder: Path, server: RealServer) -> None:
-    """The page shows the table of the output."""
     (block,) = blocks("start/install.md")
     printed = run_commands(folder, block.code, ENCSERVE_TARGET=server.target, COLUMNS="100")
     lines = [line.strip() for line in printed.splitlines()]

@@ -169,11 +169,6 @@ class Dockerfile:
                 shutil.copy(path, copied)
 
 
-def size_mb(folder: Path) -> float:
-    """Return the size of all files in a folder in MB."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) / 1e6
-
-
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     """Yield each instruction of a Dockerfile and the rest of its line."""
     lines = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
