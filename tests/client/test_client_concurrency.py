@@ -169,7 +169,7 @@ print(number)
 async def test_an_interrupt_in_grpcs_code_leaves_a_client_that_works(service: FakeEncoder, method: str) -> None:
     """SIGINT interrupts a call in gRPC's code. After SIGINT, the client can make another call and close.
 
-    In call n, SIGINT arrives when Python enters gRPC's function number n.
+    In call n, SIGINT arrives when Python enters a function of gRPC for the n-th time.
     """
     service.max_request_sequences = 2
     command = [sys.executable, "-c", INTERRUPTED, service.target, method]

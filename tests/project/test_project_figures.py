@@ -124,5 +124,5 @@ def test_a_comparison_without_latencies_has_no_column_for_them(tmp_path: Path) -
     text = filled("rerank", tmp_path, rerank=report)
     assert "| side | tokens/s | ratio to the ceiling | encserve over gRPC, relative to this side |\n" in text
     assert "Other processes" not in text
-    assert "Its p99 is 6.1 ms alone, and 250 ms beside the 16 callers. A batch takes 200 ms (p95)." in text
+    assert "Its p99 is 6.1 ms alone, and 250 ms while the 16 callers also rank. A batch takes 200 ms (p95)." in text
     assert "Another caller" not in filled("rerank", tmp_path, rerank=report | {"query_seconds": {}})

@@ -587,7 +587,7 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     assert answer.headers["encserve-error-reason"] in ("QUEUE_FULL", "SHARE_EXCEEDED")
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    # (8 or 16 tokens - burst of 2) / 2 a second; the third part would add 16 s.
+    # One or two parts cost 8 or 16 tokens: without the burst of 2, that is 3 s or 7 s. The third part would add 16 s.
     assert 2000 < int(error.pushback_ms or 0) <= 7000
 
 
@@ -610,7 +610,7 @@ async def test_a_call_of_ids_that_ends_before_it_runs_costs_nothing(serve: Serve
         call.cancel()
     with pytest.raises((Failed, asyncio.CancelledError)):
         await call
-    # At the deadline, the caller may cancel before the server's clock reaches the deadline.
+    # The caller's clock may reach the deadline first. Then the caller cancels the call.
     outcomes = ("DEADLINE_EXCEEDED", "CANCELLED") if outcome == "DEADLINE_EXCEEDED" else (outcome,)
     await until(lambda: sum(by_caller(server, "search", it) for it in outcomes) == 1)
     server.engine.let_go()
@@ -652,7 +652,7 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
-    """A caller may hold half of the places. Its inspections wait behind the inspections of another caller."""
+    """A caller may hold half of the slots. The second caller's inspection runs before the waiting ones of the first."""
     server = await serve(BOTH, max_inspections=6)
     server.inspector.hold()
 

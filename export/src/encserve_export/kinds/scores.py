@@ -1,7 +1,8 @@
 """Reads the directory of a cross-encoder or a classifier, which computes a logit for each label of its texts.
 
-sentence-transformers loads the model as a CrossEncoder, in all layouts of its versions. The logits are a function of
-one pooled hidden state. So the head is the whole model with a stub as its encoder, for sequences of one token.
+sentence-transformers loads the model as a CrossEncoder. Any version of the library may have written the directory. The
+logits are a function of one pooled hidden state. So the head is the whole model with a stub in place of its encoder.
+Its input is one pooled hidden state, as a sequence of one token.
 """
 
 import copy
@@ -68,7 +69,7 @@ class EncoderStub(nn.Module):
 
 
 class PooledLogits(nn.Module):
-    """Computes logits from pooled hidden states: a model with an `EncoderStub`, for sequences of one token."""
+    """Computes logits from pooled hidden states with a model that has an `EncoderStub`. Each state is one sequence."""
 
     def __init__(self, model: Any, stub: EncoderStub, *, is_language_model: bool) -> None:
         super().__init__()
@@ -207,10 +208,10 @@ def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool
 
 
 def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling, int | None]:
-    """Return the pooling of the head, and the id that does not count as the last token.
+    """Return the pooling of the head, and the token id that last-token pooling skips, or None.
 
-    The head computes the logits of random hidden states in the original way. The result shows which pooling the head
-    has.
+    Compute the logits of random hidden states as the original model does. Find the pooling that gives the same
+    logits.
 
     Raises:
         UnsupportedModelError: The logits are not a function of one pooled hidden state.
@@ -239,8 +240,7 @@ def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling
         ) from error
     if len(found) != 1:
         raise UnsupportedModelError(
-            f"the head of {type(transformer.model).__name__} reads the hidden states in a way that a bundle cannot "
-            f"express; {_ADVICE}"
+            f"a bundle cannot express the head of {type(transformer.model).__name__}; {_ADVICE}"
         )
     return found[0], None
 
@@ -253,7 +253,7 @@ def _labels(directory: Path, config: Any, count: int) -> tuple[str, ...]:
 
 
 def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activation:
-    """Return the activation of sentence-transformers, or of transformers' pipeline for a plain classifier."""
+    """Return the activation of sentence-transformers; for a plain classifier, that of transformers' pipeline."""
     if not is_cross_encoder(directory):
         if config.problem_type == "regression":
             return manifest_pb2.ACTIVATION_NONE
@@ -273,8 +273,8 @@ def _check_activation(directory: Path) -> None:
     path = activation_path(directory)
     if path is not None and not path.startswith("torch."):
         raise UnsupportedModelError(
-            f"{directory / SETTINGS} or config.json: activation_fn must be a class of torch.nn; was {path!r}, which is "
-            "code that never runs here. Write the class of torch.nn with the same function, for example "
+            f"{directory / SETTINGS} or config.json: activation_fn must be a class of torch.nn; was {path!r}. The "
+            "exporter runs no code from a directory. Write the class of torch.nn with the same function, for example "
             '"torch.nn.modules.activation.Sigmoid"'
         )
 
@@ -314,8 +314,7 @@ def _reads_types(transformer: Any) -> bool:
     listed = types[0].tolist()
     if listed != sorted(listed) or not set(listed) <= {0, 1}:
         raise UnsupportedModelError(
-            f"the tokenizer gives the token types {listed} to a pair of texts; a bundle can express zeros followed by "
-            f"ones; {_ADVICE}"
+            f"the token types of a pair must be zeros, then ones; the tokenizer gives {listed}; {_ADVICE}"
         )
     return True
 

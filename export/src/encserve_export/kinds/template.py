@@ -76,7 +76,7 @@ def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.T
 
 
 def _around_prompt(transformer: Any, sent: str | tuple[str, str], after: str) -> tuple[str, str]:
-    """Return the fixed texts around a prompt. `after` is the template's text after the first text without a prompt.
+    """Return the fixed texts around a prompt. `after` is everything after the first text if there is no prompt.
 
     Raises:
         UnsupportedModelError: The template ends differently with a prompt.
