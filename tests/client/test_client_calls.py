@@ -518,7 +518,7 @@ async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
 
 
 class _Broken(grpc.GenericRpcHandler):
-    """Answers GetModel with `info`, and each other call with bytes that are no protobuf message."""
+    """Answers GetModel with `info`, and each other call with bytes that are not a protobuf message."""
 
     def __init__(self, info: pb.ModelInfo) -> None:
         self._info = pb.GetModelResponse(model=info).SerializeToString()

@@ -142,7 +142,7 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     ids=["a long outage", "a full server is there", "too short", "no outage"],
 )
 def test_an_outage_and_its_end_are_reported_once(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
-    """An outage is reported at the first failure at least half a second after the start of the outage."""
+    """The client reports an outage when a message fails at least 0.5 s after the start of the outage."""
     found = list[tuple[float, Outage]]()
     server = WireServer(failing(failures))
     encode(core_of(on_outage=lambda it: found.append((server.wire.time, it))), server, [[5]])
@@ -233,7 +233,7 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
     """The server is unavailable for a short time at 40 s. The timeout of a message is 30 s.
 
-    The timeout of messages that are not sent yet must not start with this outage.
+    The outage must not start the timeout of messages that have not been sent yet.
     """
 
     def answer(request: Any) -> Any:

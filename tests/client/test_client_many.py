@@ -162,7 +162,7 @@ async def test_the_error_of_a_call_has_the_index(caller: Caller, service: FakeEn
 async def test_progress(caller: Caller, service: FakeEncoder) -> None:
     """The callback `progress` gets the number of finished inputs.
 
-    If the callback raises an exception, the call ends with it.
+    If the callback raises an exception, the call raises the same exception.
     """
     service.max_request_sequences = 3
     client = caller.connect()

@@ -55,7 +55,7 @@ def fit(inputs: list[pb.Input], limits: Limits) -> bool:
 def test_messages_have_every_input_once_and_keep_the_limits(inputs: list[Input], limits: Limits) -> None:
     """The messages contain every input once and in order. Only a message with a single input may exceed a limit.
 
-    No message is smaller than necessary: with the first input of the next message, it would exceed a limit.
+    Each message is as large as possible. The first input of the next message would exceed a limit.
     """
     messages = list(plan_messages(read_inputs(inputs)[0], TEMPLATE, limits))
     requests = requests_of(messages)
@@ -95,7 +95,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.system
 def test_a_half_of_a_message_copies_only_its_own_inputs() -> None:
-    """The message has texts of 32 MiB. The halves together take little more."""
+    """The message has texts of 32 MiB. Its two halves together need less than 40 MiB of memory."""
     done = subprocess.run([sys.executable, "-c", HALVING], capture_output=True, text=True, timeout=60, check=True)
     assert int(done.stdout) < 40 * 1024
 

@@ -73,7 +73,7 @@ def test_random_weights_of_one_seed_give_the_same_bytes(
 def test_one_checkpoint_gives_the_same_bytes_and_nothing_else(
     bundles: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Export a checkpoint again, and expect no weights in the cache of servers."""
+    """Export a checkpoint again, and expect the same bytes. The export must not create the cache folder."""
     monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "cache"))
     models = tmp_path / "models"
     again = export_hf(DATA / "hf-bert", Target(model_repository=models, name="hf-bert"), ids_only=True).path

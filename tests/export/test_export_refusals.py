@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
 
 
 # A route is one way to export a directory. By default, the exporter tries each route. The ONNX route and the default
-# route read the directory with the same functions, so only the slow tests, marked "system", use the ONNX route.
+# route read the directory with the same functions. So only the slow tests, marked "system", use the ONNX route.
 @pytest.mark.parametrize(
     ("name", "via"),
     [pytest.param("BERT", None, id="default"), pytest.param("ELECTRA", "onnx", id="onnx", marks=pytest.mark.system)],

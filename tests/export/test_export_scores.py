@@ -1,4 +1,4 @@
-"""Exports of cross-encoders and classifiers: ids and scores equal the library's, and wrong files are refused."""
+"""Exports of cross-encoders and classifiers. Ids and scores must equal the ids and scores of sentence-transformers."""
 
 import re
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def test_the_report_shows_the_labels_and_the_comparison(tmp_path: Path) -> None:
 
 def test_only_the_second_text_is_cut(directory: Path, tmp_path: Path) -> None:
     _transformer(processing_kwargs={"text": {"truncation": "only_second"}})(directory)
-    # sentence-transformers fails if the first text leaves no room, so its own comparison needs short first texts.
+    # sentence-transformers fails if the first text leaves no room for the second. The export compares such pairs.
     with pytest.raises(ExportError, match="sentence-transformers itself fails"):
         export(directory, tmp_path)
 

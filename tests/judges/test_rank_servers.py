@@ -73,7 +73,7 @@ def test_score(served: Served, scores: Array, path: str, fields: tuple[str, str]
 
 
 def test_rerank(served: Served, scores: Array) -> None:
-    """All orders of the documents, with each number of results, with and without documents."""
+    """Rank the documents in every order, with several limits of results, and with and without texts in the results."""
     np.testing.assert_allclose(scores_of(served, {}), scores[0], rtol=1e-4)
     best = DOCUMENTS[int(scores[0].argmax())]
     for documents, top_n, with_documents in itertools.product(

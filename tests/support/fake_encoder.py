@@ -174,7 +174,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     score_requests: list[pb.ScoreRequest] = field(default_factory=list)
     labels: tuple[str, ...] = ("relevant",)
-    score_fingerprint: str = ""  # the fingerprint in replies of Score; "" for `fingerprint`
+    score_fingerprint: str = ""  # the fingerprint in replies of Score; if empty, replies have `fingerprint`
     refused_texts: tuple[str, ...] = ("refused",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer

@@ -82,7 +82,7 @@ class FakeWire:
             self._out -= 1
             return event
         if seconds is None:
-            raise AssertionError("waits without a time limit, and no event is due")
+            raise AssertionError("the client waits without a time limit, and no event is due")
         self.time += seconds
         return None
 

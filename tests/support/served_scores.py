@@ -40,7 +40,10 @@ def served_scores(folder: Path, name: str, **options: Any) -> Iterator[Served]:
 
 
 def scores_of_library(served: Served, queries: Sequence[str], documents: Sequence[str]) -> Array:
-    """Return the scores of sentence-transformers for a cross-encoder or all-MiniLM-L6-v2, (queries, documents)."""
+    """Return the scores of sentence-transformers for a cross-encoder or all-MiniLM-L6-v2.
+
+    The shape is (queries, documents).
+    """
     from sentence_transformers import SentenceTransformer
 
     if served.name != MODEL:
