@@ -498,9 +498,9 @@ def test_zeros_from_a_head_are_returned(kind: OutputKind, l2_normalize: bool) ->
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, a sequence fails if one of its outputs needs the sum.
+    """If a sum overflows, the sequence fails only if one of its outputs needs the sum.
 
-    This includes binary outputs, although bits are always finite.
+    Binary outputs fail too, although bits are always finite.
     """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38
