@@ -69,7 +69,7 @@ def rows_of(ids: Any, attended: int | None = None) -> Any:
 
 
 def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
-    """Check (n, 1) weights and their indices against the (vocabulary,) expected weights of the whole vocabulary."""
+    """Check found (n, 1) weights and (n,) indices. `want` has the weights of the whole vocabulary, (vocabulary,)."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
     np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)

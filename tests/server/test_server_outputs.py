@@ -215,7 +215,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """The vector of a sequence with only prompt tokens has only zeros, except with CLS. The sequence does not fail."""
+    """A sequence of prompt tokens only does not fail. Except with CLS pooling, its vector has only zeros."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
