@@ -412,7 +412,7 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
     for path in ("/health", "/v2/models/tiny/ready", "/v1/models"):
         async with raw(server) as (reader, writer), asyncio.timeout(5):
             head = f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {2**20}\r\n\r\n"
-            writer.write(head.encode() + b"x" * (2**20 - 1))  # all but the last byte
+            writer.write(head.encode() + b"x" * (2**20 - 1))  # everything except the last byte
             assert (await reader.readline()).startswith(b"HTTP/1.1 413 "), path
             assert server.held_bytes() == 0
     async with connect(server) as client:
