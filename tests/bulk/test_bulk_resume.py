@@ -142,7 +142,7 @@ def test_two_simultaneous_runs_of_a_job(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowBackend(LocalBackend):
-    """A LocalBackend whose first `open` first calls `other()`, which starts the same job. Then it opens the model."""
+    """A LocalBackend that starts the same job with `other()` before it opens the model for the first time."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

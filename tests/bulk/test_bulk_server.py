@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # largest relative error between two vectors of a text, comput
 
 
 def test_a_job_survives_a_restart_of_the_server(encoder: Path, tmp_path: Path) -> None:
-    """The vectors are those of a job that runs the model in its own process."""
+    """The vectors equal the vectors of a job that runs the model in its own process."""
     corpus, output = write_corpus(tmp_path / "texts", ROWS, FILES), tmp_path / "vectors"
     job = ("embed", *inputs(*corpus), "--keep", "id", "--output")
     alone = run(*job, f"{tmp_path}/alone/", "--bundle", encoder)
@@ -104,7 +104,7 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def dying_server(starts: Path) -> Iterator[str]:
-    """Run a server that dies when it gets the text "deadly", and yield its address. A shell starts it again each time.
+    """Run a server that dies when it gets the text "deadly", and yield its address. A shell restarts the server.
 
     Each start adds a byte to the file `starts`.
     """

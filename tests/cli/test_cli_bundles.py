@@ -1,4 +1,4 @@
-"""Tests of the search for a bundle, as --bundle does it. A bundle is the folder of an exported model.
+"""Tests of the search for the bundle that --bundle names. A bundle is the folder of an exported model.
 
 The argument is a bundle, a model's folder, a URI, a checkpoint, or a name on the Hugging Face hub.
 """
@@ -27,7 +27,7 @@ Exports = Callable[[], list[str]]
 
 
 class Steps:
-    """A `Work` that keeps what it gets. Each stage calls `on_stage`."""
+    """A `Work` that stores all stages, notes and details. `stage` calls `on_stage`."""
 
     def __init__(self, on_stage: Callable[[str], None] = lambda _: None) -> None:
         self.on_stage = on_stage
@@ -48,7 +48,7 @@ class Steps:
 
 
 def stop_at(beginning: str) -> Steps:
-    """Make a `Work` that stops at a stage with this beginning."""
+    """Make a `Work` that stops at the first stage whose text starts with `beginning`."""
 
     def stop(text: str) -> None:
         if text.startswith(beginning):
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_exported_once(
 ) -> None:
     """The exporter writes the bundle of a checkpoint to the user's cache. A second call uses this bundle.
 
-    The key is the content of the files that an export reads. Nothing is written to stdout.
+    If a file that an export reads has changed, the exporter writes another bundle. Nothing is written to stdout.
     """
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")
@@ -355,7 +355,7 @@ def test_the_copy_of_a_uri_is_found_without_the_store(tmp_path: Path, cache: Pat
     bundle = prepare(model, ExportOptions(), Steps())
     pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
     shutil.rmtree(tmp_path / "remote")
-    (tmp_path / "remote").symlink_to("remote")  # a loop: every read is an OSError
+    (tmp_path / "remote").symlink_to("remote")  # the link points to itself, so every read raises OSError
     work = Steps()
     assert prepare(model, ExportOptions(), work) == bundle
     assert pull(model, ExportOptions(), tmp_path / "models", "1", work) == pulled

@@ -233,7 +233,7 @@ async def test_similarity_is_a_ranking(
 
 @pytest.mark.parametrize("output", ["", "v.npy", "vectors/"], ids=["printed", "a file", "a job"])
 async def test_errors_of_kinds_name_options_of_the_command(service: FakeEncoder, tmp_path: Path, output: str) -> None:
-    """An error has no value and no argument that only Python has."""
+    """An error begins with the option of the command, not with the argument of the Python client."""
     service.model_info = pb.ModelInfo(sparse_width=100)
     (tmp_path / "t.txt").write_text("a text")
     command = ["embed", "--input", f"{tmp_path}/t.txt", *(["--output", f"{tmp_path}/{output}"] if output else [])]
@@ -486,7 +486,7 @@ def test_bundle_promote_and_rename_print_the_new_folder(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_bundles_move_without_the_packages_of_the_server(tmp_path: Path) -> None:
-    """`encserve bundle` needs the extra cli alone."""
+    """`encserve bundle` needs only the packages of the extra `cli`."""
     source = write_bundle(tmp_path / "staging")
     code = """
 import sys

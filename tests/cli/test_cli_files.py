@@ -54,7 +54,7 @@ async def vectors_of(service: FakeEncoder, texts: list[str], dtype: DType = "flo
 
 
 async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path, source: Path) -> None:
-    """On a terminal a bar shows the number of texts, and of all texts if that is known.
+    """On a terminal, a bar shows the number of finished texts. If the number of all texts is known, the bar shows both.
 
     In a pipe there is no bar.
     """
@@ -305,7 +305,9 @@ async def test_an_unknown_suffix_and_too_many_inputs_to_print(service: FakeEncod
     assert not service.requests, "the command must fail before the first request"
     for name in ("v.out", "missing/v.npy"):
         command = ("embed", "--input", tmp_path / "missing.txt", "--output", tmp_path / name)
-        assert "--output " in (await encserve(service, *command, status=1)).stderr, "the inputs must not be read before"
+        assert "--output " in (await encserve(service, *command, status=1)).stderr, (
+            "--output must be checked before the inputs"
+        )
     (tmp_path / "t.txt").write_text("a\n" * 1001)
     result = await encserve(service, "embed", *inputs(tmp_path / "t.txt"), status=1)
     assert "more than 1,000 inputs: --output FILE takes any number" in result.stderr
@@ -398,7 +400,7 @@ cli(["wait"])
 @pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_that_python_misses_ends_the_command(number: signal.Signals) -> None:
-    """Python misses a signal that comes just before the main thread waits for a lock. The command ends all the same."""
+    """Python misses a signal that comes just before the main thread waits for a lock. The command still ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", WAITS), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -425,7 +427,10 @@ async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service
 async def test_the_line_of_a_refused_input_is_right_in_every_message(
     service: FakeEncoder, tmp_path: Path, text: str, line: int
 ) -> None:
-    """The texts are sent in blocks of 4 and messages of 3. Another line names an index in its text."""
+    """The texts are sent in blocks of 4 and messages of 3.
+
+    The refused text contains an index too, and this index stays in the error.
+    """
     lines = [f"text {i}" for i in range(9)]
     lines[line - 1] = "bad inputs[0]"
     service.max_request_sequences = 3

@@ -1,7 +1,7 @@
 """Typical mistakes of users of `encserve` and of the Python client, each with the line that the user then sees.
 
 A line names the option or the argument that the user gave, has the numbers, and says what to do. There is no traceback,
-and no name from inside the client or the contract.
+and no internal name of the client or of the gRPC messages.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SET_TARGET = "set the target (target=, --target or ENCSERVE_TARGET)"
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A command and the error that the command prints. `{name}` stands for a value of the test.
+    """A command and the error that the command prints. The test replaces `{name}` by a value.
 
     Attributes:
         command: The words after `encserve`. ENCSERVE_TARGET is set to the server.
@@ -289,7 +289,7 @@ async def test_a_call_in_python(line: str, error: str, start: Start) -> None:
 
 # Advice about options
 
-# For each command that reads texts: its arguments. TEXT is the place of a text, and FILE of a file.
+# The arguments of each command that reads texts. The test replaces TEXT by a text, and FILE by the flags of a file.
 READERS = {
     "embed": ["TEXT"],
     "encode": ["TEXT"],

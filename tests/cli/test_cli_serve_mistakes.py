@@ -28,7 +28,7 @@ class Mistake:
     Attributes:
         argument: The argument. `{folder}` is the folder of the checkpoints.
         error: The end of the line after "Error: " or "cannot start: ". `{folder}` is replaced too.
-        before: Changes the hub, such as its token.
+        before: A function that changes the hub before the command runs.
         has_full_disk: Whether files cannot be larger than 20 kB.
         variables: More environment variables.
     """
@@ -121,7 +121,7 @@ def test_a_mistake_ends_in_one_line_that_says_what_to_do(name: str, checkpoints:
 
 
 def error_of(serve: Serve) -> str:
-    """Return the error. Nothing else says that something is wrong."""
+    """Return the error, and check that standard output is empty."""
     error = serve.error()
     assert serve.out == []
     return error

@@ -994,7 +994,10 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
 def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
-    """A job begins in the folder while another job loads its model. The slower job needs equal settings."""
+    """A job begins in the folder while another job loads its model.
+
+    The slower job fails if its settings or inputs differ.
+    """
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
     files = [str(source), str(other)] if change == "inputs" else [str(source)]
@@ -1091,7 +1094,10 @@ def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
-    """The file has a part number after the last part. Readers of the folder would read the rows of this file."""
+    """The folder has a file whose name sorts after the last part.
+
+    Readers of the folder would read the rows of this file.
+    """
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
     result = run_words(Words())

@@ -478,7 +478,10 @@ def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> 
 def test_a_double_can_be_read_from_its_text(
     tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
 ) -> None:
-    """A double represents its shortest text, and any text with 17 digits or more that rounds to the double."""
+    """The type double accepts the shortest text of a number.
+
+    It also accepts texts of at least 17 digits that round to the number.
+    """
     texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
     path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
     kept = kept_of(plan_of([path], ReadOptions(keep=("x:double",))))["x"].to_pylist()

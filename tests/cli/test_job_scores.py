@@ -18,7 +18,7 @@ from encserve_cli.commands import cli
 from encserve_proto.v1 import encoder_pb2 as pb
 
 DOCUMENTS = ["x" * (i * 7 % 20 + 1) for i in range(25)]
-SCORES = [float(len(it)) for it in DOCUMENTS]  # of the fake service
+SCORES = [float(len(it)) for it in DOCUMENTS]  # the fake service returns the length of a document
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ async def test_a_second_run_makes_missing_parts_only(service: FakeEncoder, folde
     requests = len(service.score_requests)
     result = await encserve(service, *command)
     assert "25 rows in 3 parts, 2 of them made before" in result.stdout
-    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # and the pair of the check
+    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # one more pair checks the options
     assert table_of(folder)["score"].to_pylist() == SCORES
     for flags, problem in (
         (["--columns", "d,q"], "column is 'q'; the job has 'd'; query_column is 'd'; the job has 'q'"),
@@ -106,7 +106,7 @@ async def test_a_second_run_makes_missing_parts_only(service: FakeEncoder, folde
 async def test_refused_pairs_have_no_score(
     service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]
 ) -> None:
-    """The server refuses pairs, dies for a pair, and rows lack a query or a document."""
+    """The server refuses some pairs, and crashes for one pair. Some rows lack a query or a document."""
     documents: list[str | None] = [*DOCUMENTS]
     documents[2] = documents[3] = documents[17] = "refused"
     documents[5], documents[12] = None, "crash"
@@ -136,7 +136,7 @@ async def test_all_pairs_may_be_refused(service: FakeEncoder, tmp_path: Path, fo
 async def test_a_model_that_refuses_empty_texts(
     service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]
 ) -> None:
-    """A tokenizer without special tokens makes no tokens of an empty text. Before the job, the options are checked."""
+    """A server refuses empty texts if the model's tokenizer adds no special tokens. The job still accepts the model."""
     service.refused_texts = ("",)
     write_pairs(tmp_path / "pairs.parquet", ["abc", "", "ab"])
     result = await encserve(service, *command, status=3)
@@ -216,7 +216,10 @@ async def test_lines_of_text_are_no_pairs(service: FakeEncoder, tmp_path: Path, 
 
 
 def in_process(bundle: Path) -> list[str]:
-    """Return the flags of a job that runs a bundle. The job does not measure the best batch budget, for two seconds."""
+    """Return the flags of a job that runs a bundle.
+
+    The flags set the batch budget, because a measurement takes two seconds.
+    """
     return ["--bundle", str(bundle), "--max-batch-tokens", "64"]
 
 

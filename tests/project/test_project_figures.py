@@ -53,7 +53,7 @@ def comparison(**more: Any) -> dict[str, Any]:
 
 
 def filled(part: str, folder: Path, **reports: Any) -> str:
-    """Return the text of a part, made from reports."""
+    """Write reports, and return the text that `make_figures` then puts into a part of a page."""
     for name, report in reports.items():
         folder.joinpath(f"{name.replace('_', '-')}.json").write_text(json.dumps(report))
     page = f"before <!-- figures: {part} -->old<!-- end of figures --> after"

@@ -295,7 +295,7 @@ def test_the_job_pulls_as_the_init_container_does() -> None:
 
 
 def test_the_claim_fits_the_number_of_servers() -> None:
-    """A volume that one node can mount allows one server, which is stopped before its successor starts."""
+    """If only one node can mount the volume, only one server runs. It is stopped before its successor starts."""
     assert PLAIN["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert PLAIN["Deployment"]["spec"]["replicas"] == 1
     assert PLAIN["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
@@ -541,7 +541,7 @@ def test_the_http_settings_in_the_docs() -> None:
 def test_the_ray_job() -> None:
     """The job's command and flags exist, and the job's paths are mounted.
 
-    A worker has a whole number of times the CPUs of an actor. The job and the tests use the same version of Ray.
+    The CPUs of a worker are a multiple of the CPUs of an actor. The job and the tests use the same version of Ray.
     """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
     assert after == "test $? -eq 3"  # exit status 3 means that some texts were rejected; the job has not failed

@@ -91,14 +91,16 @@ def test_a_batch_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> Non
         assert padded - sum(lengths) <= policy.max_padding_fraction * padded
         assert sum(it.cost - len(it.input) for it in batch) <= policy.max_batch_tokens
         between = range(min(lengths) + 1, max(lengths))
-        assert not [it for it in queue.take_all() if is_live(it) and len(it.input) in between], "no neighbours"
+        assert not [it for it in queue.take_all() if is_live(it) and len(it.input) in between], (
+            "a waiting length lies between two lengths of the batch"
+        )
 
 
 @given(st.lists(QUEUES, min_size=1, max_size=5), POLICIES)
 def test_every_batch_begins_with_the_oldest_live_sequence(arrivals: list[list[Call]], policy: BatchPolicy) -> None:
     """Calls arrive before each batch.
 
-    So a sequence behind k live sequences runs at the latest in the batch number k + 1, whatever arrives later.
+    Nevertheless, a sequence behind k live sequences runs in batch k + 1 or earlier.
     """
     queue = PendingQueue()
     waiting: list[TokenSequence] = []
@@ -220,7 +222,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 300)), min_size=1, max_size=60), POLICIES)
 @example([10, 200, 11, 9], BatchPolicy(1000, 64, 0.2))
 @example([900, 900], BatchPolicy(512, 64, 1.0))
-@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after two 38s, 40 is over the budget and 30 is not
+@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after 38 and 38, only 30 is within the budget
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
 @example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) -> None:

@@ -412,7 +412,7 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
     for path in ("/health", "/v2/models/tiny/ready", "/v1/models"):
         async with raw(server) as (reader, writer), asyncio.timeout(5):
             head = f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {2**20}\r\n\r\n"
-            writer.write(head.encode() + b"x" * (2**20 - 1))  # all but the last byte
+            writer.write(head.encode() + b"x" * (2**20 - 1))  # everything except the last byte
             assert (await reader.readline()).startswith(b"HTTP/1.1 413 "), path
             assert server.held_bytes() == 0
     async with connect(server) as client:
@@ -587,7 +587,8 @@ async def test_a_call_that_fails_midway_costs_the_parts_that_ran(serve: Serve, m
     assert answer.headers["encserve-error-reason"] in ("QUEUE_FULL", "SHARE_EXCEEDED")
     error = await refused(server, metadata=bearer(RIGHT))
     assert error.reason == "RATE_LIMITED"
-    # One or two parts cost 8 or 16 tokens: without the burst of 2, that is 3 s or 7 s. The third part would add 16 s.
+    # One part costs 8 tokens, and two parts cost 16. After the burst of 2 tokens, the delay is 3 s or 7 s. The third
+    # part would add 16 s.
     assert 2000 < int(error.pushback_ms or 0) <= 7000
 
 
@@ -652,7 +653,10 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
-    """A caller may hold half of the slots. The second caller's inspection runs before the waiting ones of the first."""
+    """A caller may hold half of the slots.
+
+    The second caller's inspection runs before the waiting inspections of the first caller.
+    """
     server = await serve(BOTH, max_inspections=6)
     server.inspector.hold()
 

@@ -390,7 +390,7 @@ async def test_the_timeout_of_a_reply_grows_by_a_second_per_mib() -> None:
 
 
 async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:
-    """Descriptors of earlier tests may be closed meanwhile."""
+    """There may be fewer descriptors than before, because descriptors of earlier tests may be closed meanwhile."""
     before = set(connections._FDS.iterdir())
     for _ in range(5):
         connections.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
@@ -409,7 +409,7 @@ async def test_connections_of_every_address_family_are_closed() -> None:
         readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         await until(lambda: len(ends) == 3)
         peers = [it.get_extra_info("peername")[1] for it in ends]
-        # For a server that listens on ::, gRPC reports an IPv4 caller in the second form.
+        # If a server listens on ::, gRPC reports an IPv4 caller in the form ipv6:[::ffff:ADDRESS]:PORT.
         connections.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
         ends[1].write(b"open")
         assert [await reader.read(4) for reader, _ in readers] == [b"", b"open", b""]

@@ -1,4 +1,4 @@
-"""Tests of files that are watched, and of files that are stored as a whole."""
+"""Tests of watched files, and of files that are stored completely or not at all."""
 
 # ruff: noqa: ASYNC240 - a small local file does not block the event loop
 

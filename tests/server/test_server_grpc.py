@@ -22,7 +22,7 @@ from waiting import PATIENCE_SECONDS, until
 from encserve_proto.v1 import encoder_pb2 as pb
 
 CHECK = "/grpc.health.v1.Health/Check"
-# An address that no other test uses, so that a port which is free stays free.
+# No other test uses this address, so a free port of this address stays free.
 OTHER_ADDRESS = ("127.0.0.2", 0)
 REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
@@ -249,7 +249,10 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_a_call_at_the_end_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop answers the last call. The caller calls again at once, and must get the status UNAVAILABLE."""
+    """During a stop, the server answers the last running call.
+
+    The caller's next call must get the status UNAVAILABLE.
+    """
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

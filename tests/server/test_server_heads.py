@@ -69,7 +69,7 @@ def rows_of(ids: Any, attended: int | None = None) -> Any:
 
 
 def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
-    """Check (n, 1) weights and their indices against the (vocabulary,) expected weights of the whole vocabulary."""
+    """Check found (n, 1) weights and (n,) indices. `want` has the weights of the whole vocabulary, (vocabulary,)."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
     np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)
@@ -145,9 +145,9 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """In a call without a task, the same tokens get no vector.
+    """A call without a task skips the same tokens as a call for documents.
 
-    But such a call uses the default prompt, and allows longer texts.
+    But the call without a task uses the default prompt, and allows longer texts.
     """
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]

@@ -342,7 +342,8 @@ async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
     assert (await decoding).inputs == inputs
     assert turns > len(body) / 80_000
     assert sum(held) > len(body)
-    # The decoder first reserves the largest possible size of an input. Then it corrects this to the real size.
+    # The decoder first reserves the largest possible size of an input. Then the decoder corrects the reservation to the
+    # real size.
     assert max(held) < 64 * 1024 * 20
 
 

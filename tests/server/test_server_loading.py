@@ -86,7 +86,10 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ],
 )
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
-    """The id belongs to a word, or to a special token outside the vocabulary that the tokenizer adds to a text."""
+    """The id belongs to a word or to a special token.
+
+    The tokenizer adds the special token to texts, although its vocabulary does not contain the token.
+    """
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
         load(directory)

@@ -477,7 +477,10 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """An exception refers to stack frames, and one of these frames refers to the engine."""
+    """An exception refers to stack frames, and one frame refers to the engine.
+
+    So the server must drop the exception.
+    """
     engines: list[weakref.ref[FakeEngine]] = []
 
     def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:

@@ -215,7 +215,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """The vector of a sequence with only prompt tokens has only zeros, except with CLS. The sequence does not fail."""
+    """A sequence of prompt tokens only does not fail. Except with CLS pooling, its vector has only zeros."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -498,9 +498,9 @@ def test_zeros_from_a_head_are_returned(kind: OutputKind, l2_normalize: bool) ->
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, a sequence fails if one of its outputs needs the sum.
+    """If a sum overflows, the sequence fails only if one of its outputs needs the sum.
 
-    This includes binary outputs, although bits are always finite.
+    Binary outputs fail too, although bits are always finite.
     """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38

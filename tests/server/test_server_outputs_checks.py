@@ -320,9 +320,9 @@ def test_one_ordinary_output_costs_its_tokens(spec: OutputSpec, tokens: int) -> 
 
 @given(SOME_SPECS, st.sampled_from(SPECS), st.integers(1, 2048), st.integers(0, 2000))
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
-    """A call with one more output costs at most as much as two calls.
+    """Two calls are not cheaper than one call with all outputs.
 
-    The first of the two calls has the old outputs. The second call has the new output and the most expensive output.
+    The first of the two calls lacks one output. The second call has this output and the most expensive output.
     """
     together = OUTPUTS.cost(check(*dict.fromkeys([*specs, another])), tokens, spans)
     second = check(OutputSpec(K.SPARSE, max_active_dims=2**31 - 1), another)
@@ -330,7 +330,10 @@ def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpe
 
 
 def test_the_cost_of_expensive_outputs() -> None:
-    """Costs: one token per output after the first, all tokens again for joined vectors, one token per 100 spans."""
+    """Each output after the first costs one token. Joined vectors cost all tokens again.
+
+    Each span output costs one token per 100 spans, rounded up.
+    """
     sparse = check(*[OutputSpec(K.SPARSE, max_active_dims=100 + i) for i in range(16)])
     assert OUTPUTS.cost(sparse, 9, 0) == 9 + 15
     assert OUTPUTS.cost(check(OutputSpec(K.MULTI_VECTOR, pool_factor=2)), 2048, 0) == 2 * 2048

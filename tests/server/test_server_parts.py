@@ -312,7 +312,7 @@ async def test_a_short_text_does_not_wait_for_a_long_text(tokenizer: TextTokeniz
 
 
 async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokenizer) -> None:
-    """Each text is longer than one turn of a thread, so each text is tokenized alone."""
+    """Each text exceeds the limit of one piece, 8 KiB. So each text is tokenized alone."""
     checker = checker_of(tokenizer)
     rules = checker.rules(LengthLimit(2000, "max_sequence_tokens of m"))
     fits, too_long = "hello world " * 900, "hello world " * 1100

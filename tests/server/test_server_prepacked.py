@@ -419,7 +419,7 @@ def test_the_folder_comes_from_the_setting_or_the_environment(
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert used(None) == [Path("home/.cache/encserve")]
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert used(None) == [], "the same folder"
+    assert used(None) == [], "the folder already has the entry"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert used(None) == [Path("xdg/encserve")]
     monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "own"))
