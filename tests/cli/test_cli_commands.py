@@ -242,7 +242,7 @@ async def test_errors_of_kinds_name_options_of_the_command(service: FakeEncoder,
         assert refused.stderr.startswith("Error: --kind: model tiny was not trained for single vectors; it has the ")
     refused = await encserve(service, *command, "--kind", "sparse", "--dimensions", "2", status=1)
     assert refused.stderr == (
-        "Error: --dimensions must not be given for kind='sparse': weights over the vocabulary are not in order\n"
+        "Error: --dimensions must not be given for the kind 'sparse': weights over the vocabulary are not in order\n"
     )
 
 

@@ -201,7 +201,7 @@ CALLS = [
     ("client.embed('hello', dimensions=-1)", "dimensions must be >= 1; was -1"),
     (
         "client.embed('hello', max_active_dims=3)",
-        "max_active_dims must be left out, because it is only for kind='sparse'",
+        "max_active_dims must be left out, because it is only for the kind 'sparse'",
     ),
     ("client.embed('hello', model='nope')", "model: no model 'nope'; the models are tiny"),
     ("client.run('hello', outputs='mean')", "outputs must be a list; for one output pass ['mean']"),

@@ -318,7 +318,7 @@ async def test_every_status_has_its_exception(caller: Caller, service: FakeEncod
         ("inspect", [[1, True]], {}, r"input\[1\] must be an integer of 64 bits; was True"),
         ("embed", [["a"]], {"pooling": "sum"}, "pooling must be one of"),
         ("embed", [["a"]], {"kind": "tokens"}, "kind must be one of 'vector', 'multi_vector', 'sparse'; was 'tokens'"),
-        ("embed", [["a"]], {"kind": "sparse", "pooling": "mean"}, "pooling must be left out with kind='sparse', "),
+        ("embed", [["a"]], {"kind": "sparse", "pooling": "mean"}, "pooling must be left out with the kind 'sparse', "),
         ("embed", [["a"]], {"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
         ("embed", [["a"]], {"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
         ("embed", [["a"]], {"task": "passage"}, "task must be one of 'query', 'document'; was 'passage'"),

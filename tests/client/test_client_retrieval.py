@@ -124,7 +124,7 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
         (
             {"sparse_width": 9},
             {"kind": "sparse", "dimensions": 2},
-            "dimensions must not be given for kind='sparse': weights over the vocabulary are not in order",
+            "dimensions must not be given for the kind 'sparse': weights over the vocabulary are not in order",
         ),
         (
             {"sparse_width": 9},
