@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, file
 
 
 def _in_site(found: re.Match[str], page: str) -> str:
-    """Return a link for the site, or the text of a link to a file that the site does not have. Code stays the same."""
+    """Return a link for the site. If the site does not have the file, return only the link's text. Keep code."""
     if found["path"] is None:
         return found[0]
     source = _SOURCES.get(page, f"docs/{page}")  # the path of the Markdown file in the repository

@@ -82,8 +82,8 @@ def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
     wrong = run(*arguments, "--name", "wrong", "--config", trained / "wrong.json", *expect)
     assert wrong.exit_code == 1
     error = wrong.stderr.splitlines()[-1]
-    assert f"the bundle does not give the rows of {trained / 'rows.npz'}: relative error" in error
-    assert "of a row, tolerance 5.0e-05; the worst is rows[" in error
+    assert f"the bundle does not give the rows of {trained / 'rows.npz'}: a row has the relative error" in error
+    assert "; at most 5.0e-05 is allowed. The largest error is in rows[" in error
     assert "The description of the model (norm, activation, positions, merge_heads, ...) differs" in error
     assert not models.exists()
     right = run(*arguments, "--name", "right", "--config", trained / "right.json", *expect)

@@ -89,8 +89,8 @@ class Port:
     Attributes:
         name: The name of the input or output.
         data_type: A TensorProto.DataType; 0 if the file declares no tensor type.
-        axes: The size of each fixed axis, and the name of each dynamic axis ("?" if it has no name); empty if the file
-            declares no shape.
+        axes: The size of each fixed axis, and the name of each dynamic axis. A dynamic axis without a name is "?".
+            Empty if the file declares no shape.
     """
 
     name: str
@@ -309,8 +309,8 @@ def _check_output(port: Port) -> None:
         raise OnnxInterfaceError(f"the output {port} has rank {len(port.axes)}; it must have 3: (batch, seq, d_model)")
     if port.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         raise OnnxInterfaceError(
-            f"the output {port} must be float32: export the model in float32, or keep the weights in "
-            f"{type_name(port.data_type)} and let the graph end with a Cast to float32 (keep_io_types=True in "
+            f"the output {port} must be float32. Export the model in float32. Or keep the weights in "
+            f"{type_name(port.data_type)}, and end the graph with a Cast to float32 (keep_io_types=True in "
             "onnxconverter-common)"
         )
     if port.data_type != TensorProto.FLOAT:
@@ -319,8 +319,8 @@ def _check_output(port: Port) -> None:
 
 def _pooled(outputs: str) -> str:
     return (
-        f"the model pools: {outputs}, one vector for each sequence. A bundle needs the rows before pooling, "
-        "(batch, seq, d_model): export the model without its pooling, and name the pooling with --pooling"
+        f"the model pools: {outputs}, one vector for each sequence. A bundle needs the hidden states before pooling, "
+        "(batch, seq, d_model). Export the model without its pooling, and name the pooling with --pooling"
     )
 
 
