@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the links that leave docs/. `mkdocs.yml` names this file.
+"""Hooks of mkdocs for links to files outside docs/. `mkdocs.yml` names this file.
 
 The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md, CONTRIBUTING.md
 and RATIONALE.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.

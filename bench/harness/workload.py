@@ -41,7 +41,7 @@ class Workload:
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """Return the bundle, an exported model. `model` is NAME, NAME@VERSION or None.
+    """Return a bundle. A bundle is an exported model. `model` is NAME, NAME@VERSION or None.
 
     NAME means the newest version of a model. None means the newest version of the first model.
 

@@ -103,7 +103,7 @@ def test_the_error_names_half_precision(trained: Path, models: Path) -> None:
 def test_lower_precisions_are_compared_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
     exported = export(trained, models, expect=trained / "rows.npz", precision=precision)
     assert 0.99 <= exported.manifest.parity.min_expected_cosine < 1
-    with pytest.raises(ExpectedRowsError, match=r"cosine similarity -1\.0000 of a row, at least 0\.99"):
+    with pytest.raises(ExpectedRowsError, match=r"the cosine similarity -1\.0000; at least 0\.99"):
         export(trained, models, expect=write(models / "rows.npz", rows=-rows_of(trained)), precision=precision)
 
 

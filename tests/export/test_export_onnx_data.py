@@ -158,7 +158,7 @@ def test_wrong_offsets_and_lengths_are_refused(file: Path, entries: dict[str, st
 def test_a_weights_file_that_is_too_short_is_refused(file: Path) -> None:
     content = (file.parent / "weights.bin").read_bytes()
     (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
-    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes; the file is incomplete" in refused(file)
+    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes. The file is incomplete" in refused(file)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])

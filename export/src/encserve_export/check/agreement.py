@@ -48,8 +48,8 @@ class Comparison:
     Attributes:
         error: The largest ‖got - want‖/‖want‖ of a row; infinite if `got` contains NaN or infinity.
         cosine: The least cosine similarity of a row; -1 if `got` contains NaN or infinity.
-        excess: A text for error messages: the measured number and the limit that it exceeds. Empty if no limit is
-            exceeded.
+        excess: A text for error messages, with the measured number and the limit. Empty if no number is beyond its
+            limit.
     """
 
     error: float
@@ -320,7 +320,7 @@ def check_inspection(
         folder: The folder of the bundle.
         graph: The description of the graph that the server runs for vectors. Both graphs have the same inputs.
         inspect_graph: The file and the outputs of the graph for inspections.
-        reference: The model; its `inspection` must be set.
+        reference: The model. `reference.inspection` must not be None.
         longest: The longest sequence, in tokens.
 
     Raises:

@@ -135,16 +135,18 @@ PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
 ) -> PipelineCheck:
-    """Return a function that compares a bundle. The function takes the bundle's folder and manifest as arguments.
+    """Return a function that compares a bundle with sentence-transformers or transformers.
 
-    sentence-transformers computes its outputs now, so that the model can be freed before the graph is written.
+    The function takes the bundle's folder and manifest as arguments.
+
+    sentence-transformers computes its outputs in this call, so that the model can be freed before the graph is written.
     transformers computes its outputs when the bundle is compared.
 
     Vectors are not compared if the directory has no weights or if transformers does not know the model. The returned
     function then returns None.
 
     Args:
-        spec: The spec of the directory.
+        spec: The description of the directory's model.
         takes_text: Whether the bundle has a tokenizer.
         asked: The longest sequence that the user asked for, in tokens; None for the directory's own limit.
         progress: Called with each step.
@@ -200,7 +202,7 @@ def _compare(
 
 @contextlib.contextmanager
 def open_bundle(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
-    """Load the bundle in a draft folder, without token pooling and without a limit on sparse weights.
+    """Load a bundle that is not published yet, without token pooling and without a limit on sparse weights.
 
     Rounding may change which tokens are pooled together and which weights are kept. Such a change would cause a large
     difference in the output.
@@ -366,7 +368,7 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
 
 @contextlib.contextmanager
 def library_failure(problem: str) -> Iterator[None]:
-    """Raise a ParityError with this problem if the library raises an error in the block."""
+    """If the `with` block raises an error, raise a ParityError that begins with `problem`."""
     try:
         yield
     except Exception as error:  # models and tokenizers may raise any exception

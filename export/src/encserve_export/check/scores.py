@@ -114,13 +114,13 @@ class _Answers:
 def prepare_scores(
     spec: ModelSpec, *, asked: int | None, precision: str, progress: Callable[[str], None]
 ) -> ScoreCheck:
-    """Compute ids and logits with sentence-transformers. Return a function that compares a bundle.
+    """Compute ids and logits with sentence-transformers. Return a function that compares a bundle with these outputs.
 
-    The function takes the bundle's folder and manifest. sentence-transformers computes its outputs now, so that the
-    model can be freed before the graph is written.
+    The function takes the bundle's folder and manifest. sentence-transformers computes its outputs in this call, so
+    that the model can be freed before the graph is written.
 
     Args:
-        spec: The spec of the directory.
+        spec: The description of the directory's model.
         asked: The longest sequence that the user asked for, in tokens; None for the directory's own limit.
         precision: The precision of the bundle.
         progress: Called with each step.

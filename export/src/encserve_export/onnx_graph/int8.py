@@ -1,4 +1,4 @@
-"""Converts the linear layers and the token table of a float32 graph to int8.
+"""Converts the linear layers and the table of token embeddings of a float32 graph to int8.
 
 A linear layer y = x·Wᵀ + b becomes y = s·(q·Vᵀ)·c + b, where q and V have 8 bits. The vector c has one
 scale for each column of Wᵀ, and is computed at export. The vector s has one scale for each row of x, and the graph

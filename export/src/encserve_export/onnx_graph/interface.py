@@ -252,8 +252,8 @@ def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
     if surplus:
         raise OnnxInterfaceError(
             f"the model has inputs that a server does not fill: {_listed(surplus)}. A server gives input_ids, "
-            "attention_mask and zeros for token_type_ids. Wrap the model in a module that takes these inputs and "
-            "computes the other inputs, and export that module"
+            "attention_mask and zeros for token_type_ids. Wrap the model in a module that computes the other "
+            "inputs, and export this module"
         )
 
 
@@ -329,7 +329,8 @@ def _looked_up(node: NodeProto, ids: set[str]) -> str:
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
         axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""
-    # ONNX Runtime's optimizer writes this operator. Its first inputs are token ids, token types and the token table.
+    # ONNX Runtime's optimizer writes EmbedLayerNormalization. The first inputs of this operator are token ids, token
+    # types and the token table.
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""
