@@ -99,8 +99,8 @@ class Sides:
 
     Attributes:
         sides: The sides.
-        agreement: For each program, the comparison with the hidden states of ONNX Runtime: the largest difference and
-            the lowest cosine.
+        agreement: For each program, the largest difference and the lowest cosine between the program's hidden states
+            and ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:

@@ -77,8 +77,8 @@ class Servers:
         first: The server without the flags of --server.
         sides: The sides of all servers.
         precisions: The precision of each side that has targets. The keys are the names of the sides.
-        agreement: For each server, the comparison with the hidden states of ONNX Runtime: the largest difference and
-            the lowest cosine.
+        agreement: For each server, the largest difference and the lowest cosine between the server's hidden states and
+            ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, indices: Sequence[int], rows: Sequence[Any], stack: ExitStack) -> None:

@@ -15,8 +15,8 @@ round runs every side once, in random order. Ratios are computed within a round.
 Before the rounds, sweeps choose the batch sizes of the ceiling and of sentence-transformers, and infinity's setting.
 After the rounds, another caller sends pairs to the server: first alone, then while the 16 callers also send calls.
 
---make-model first writes a cross-encoder with random weights and the shape of cross-encoder/ms-marco-MiniLM-L6-v2 to
-DIRECTORY, and exports this model to MODEL_REPOSITORY.
+With --make-model, the program first writes a cross-encoder with random weights to DIRECTORY, and exports this model to
+MODEL_REPOSITORY. The model has the shape of cross-encoder/ms-marco-MiniLM-L6-v2.
 """
 
 import argparse

@@ -159,7 +159,7 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
 
 
 def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
-    """The width of the vectors that a model takes in place of token ids; 0 for a model that takes ids."""
+    """The width of the vectors that a model takes in place of token ids. 0 if the model takes token ids."""
     return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
@@ -227,7 +227,7 @@ def _port(value: ValueInfoProto) -> Port:
 
 
 def _width(port: Port) -> int:
-    """The size of the last axis if an input takes vectors, float32 (batch, seq, width); 0 for any other input."""
+    """The width of an input that takes vectors, float32 (batch, seq, width). 0 for any other input."""
     axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
