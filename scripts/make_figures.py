@@ -85,7 +85,7 @@ def versions_of(packages: Mapping[str, str]) -> str:
 
 
 def sides(report: Report, ours: str = "", ours_name: str = "") -> str:
-    """Return the table of a comparison. If `ours` names a side, a column has its ratio to each side."""
+    """Return the table of a comparison. If `ours` names a side, a column has the ratio of `ours` to each side."""
     found = report["sides"].values()
     has_p50 = any(side["p50_seconds"] for side in found)
     head = ["side", "tokens/s", "ratio to the ceiling"]

@@ -82,8 +82,8 @@ def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
     wrong = run(*arguments, "--name", "wrong", "--config", trained / "wrong.json", *expect)
     assert wrong.exit_code == 1
     error = wrong.stderr.splitlines()[-1]
-    assert f"the bundle does not give the rows of {trained / 'rows.npz'}: relative error" in error
-    assert "of a row, tolerance 5.0e-05; the worst is rows[" in error
+    assert f"the bundle does not give the rows of {trained / 'rows.npz'}: a row has the relative error" in error
+    assert "; at most 5.0e-05 is allowed. The largest error is in rows[" in error
     assert "The description of the model (norm, activation, positions, merge_heads, ...) differs" in error
     assert not models.exists()
     right = run(*arguments, "--name", "right", "--config", trained / "right.json", *expect)
@@ -103,7 +103,7 @@ def test_the_error_names_half_precision(trained: Path, models: Path) -> None:
 def test_lower_precisions_are_compared_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
     exported = export(trained, models, expect=trained / "rows.npz", precision=precision)
     assert 0.99 <= exported.manifest.parity.min_expected_cosine < 1
-    with pytest.raises(ExpectedRowsError, match=r"cosine similarity -1\.0000 of a row, at least 0\.99"):
+    with pytest.raises(ExpectedRowsError, match=r"the cosine similarity -1\.0000; at least 0\.99"):
         export(trained, models, expect=write(models / "rows.npz", rows=-rows_of(trained)), precision=precision)
 
 
