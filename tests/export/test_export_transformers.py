@@ -194,7 +194,7 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
             UnsupportedModelError,
-            "needs its own code .* never executed; export the model to ONNX yourself",
+            r"needs its own code .* never executed\. Instead, export the model to ONNX yourself",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantized"),
     ],
@@ -238,7 +238,10 @@ def test_a_model_without_hidden_states_is_exported_without_inspection(
     monkeypatch.setattr(Data2VecTextModel, "forward", closed)
     exported = export(data2vec, models)
     assert not exported.manifest.HasField("inspect_graph")
-    assert exported.notes["inspection"] == "not possible: the model gives no hidden states and attention weights"
+    assert (
+        exported.notes["inspection"]
+        == "not possible: the model does not return the hidden states and attention weights of all blocks"
+    )
 
 
 @pytest.mark.system

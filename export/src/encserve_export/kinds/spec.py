@@ -194,8 +194,8 @@ class ModelSpec:
         scores: The head for the logits of labels, or None.
         static_weights: The fixed weights that replace the encoder for some tasks; `tasks` has the names of their files.
         table: The table of a static embedding, float32 (vocab_size, d_model), or None.
-        modules: The modules after the encoder that are part of the space_id. Pooling modules, and Normalize modules
-            that `l2_normalize` replaces, are not listed.
+        modules: The modules after the encoder that are part of the space_id. The list leaves out Pooling modules, and
+            Normalize modules that `l2_normalize` replaces.
         used_parts: The parts of the encoder's checkpoint that a head uses, such as "linear".
         remark: A note for the user.
     """
