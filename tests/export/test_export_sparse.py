@@ -263,7 +263,7 @@ def test_files_that_are_not_linear_heads_are_refused(bge_m3: Path, tmp_path: Pat
     with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must have 1 output per token; was 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):
+    with pytest.raises(CheckpointFileError, match="must hold the weight of a linear layer, .*; was weights"):
         export(directory, tmp_path)
     torch.save(torch.nn.Linear(D_MODEL, 1), directory / "sparse_linear.pt")
     with pytest.raises(UnsafeWeightsError):

@@ -157,7 +157,7 @@ def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: P
     }  # fmt: skip
     settings = NAMED["Qwen3"].settings | {"rope_parameters": scaling, "max_position_embeddings": 60}
     directory = save(Architecture("Long", "qwen3", settings), tmp_path)
-    with pytest.raises(ExportError, match="more than 30 tokens .*: give --max-sequence-tokens 30 or less"):
+    with pytest.raises(ExportError, match="more than 30 tokens .*Give --max-sequence-tokens 30 or less"):
         export(directory, models, max_sequence_tokens=60)
     assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
 

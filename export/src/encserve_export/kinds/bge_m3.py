@@ -66,7 +66,7 @@ def _linear(path: Path, kind: str) -> tuple[nn.Linear, ModuleFacts]:
     weight = tensors.get("weight")
     if not {"weight"} <= tensors.keys() <= {"weight", "bias"} or weight is None or weight.dim() != 2:
         raise CheckpointFileError(
-            f"{path} must hold weight and bias of a linear layer; was {', '.join(sorted(tensors))}"
+            f"{path} must hold the weight of a linear layer, and may hold its bias; was {', '.join(sorted(tensors))}"
         )
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors)
     try:

@@ -56,8 +56,8 @@ class ModuleFacts:
     Attributes:
         kind: The kind of the module, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
         settings: The settings that differ from their defaults.
-        tensors: The tensors of the module's own files, by their names in the files; empty if the encoder's files
-            contain the tensors.
+        tensors: The tensors of the module's own files, by their names in the files. This mapping is empty if the
+            encoder's files contain the tensors.
     """
 
     kind: str
@@ -144,7 +144,8 @@ class StaticWeights(nn.Module):
     Attributes:
         weight: float32 (width,).
         tokenizer: A parsed tokenizer.json. It adds no special tokens to a text.
-        files: The names of the tokenizer's file and the weights' file in a bundle, and the token limit of a text.
+        files: The names of two files in a bundle: one for the tokenizer, one for the weights. `files` also contains the
+            largest number of tokens in a text.
     """
 
     weight: Tensor

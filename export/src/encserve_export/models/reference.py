@@ -132,8 +132,8 @@ class Reference:
         Both batch and seq are larger than 1, because PyTorch would treat a size of 1 as a constant.
 
         Returns:
-            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7). With token types also the
-            types, int64 (2, 7).
+            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7). If the model has token
+            types, the tuple also contains token types, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
