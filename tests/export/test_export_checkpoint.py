@@ -366,15 +366,17 @@ def test_an_unknown_layout_lists_names_layouts_and_commands() -> None:
         find(state)
     text = str(caught.value)
     assert text.startswith("no known layout has these names: blocks.N.attn.k, blocks.N.attn.q. ")
-    assert all(f"{layout} by " in text for layout in LAYOUTS)
-    assert "torch-native by layers.N.self_attn.in_proj_weight" in text
+    assert all(f" ({layout})" in text for layout in LAYOUTS)
+    assert "layers.N.self_attn.in_proj_weight (torch-native)" in text
     for advice in ("--rename OLD=NEW", "encserve-export module FILE.py:FACTORY", "export_module", "encserve-export hf"):
         assert advice in text
 
 
 def test_only_the_given_layout_is_tried() -> None:
     assert find(saved(), layout="split-qkv").layout == "split-qkv"
-    with pytest.raises(UnknownLayoutError, match=r"Looked for fused-qkv by layers\.N\.attention\.qkv_layer\.weight\."):
+    with pytest.raises(
+        UnknownLayoutError, match=r"recognises these names: layers\.N\.attention\.qkv_layer\.weight \(fused-qkv\)\."
+    ):
         find(saved(), layout="fused-qkv")
     with pytest.raises(UnknownLayoutError, match="layout must be one of attention-only, .*; was 'bert'"):
         find(saved(), layout="bert")
@@ -383,7 +385,8 @@ def test_only_the_given_layout_is_tried() -> None:
 def test_a_checkpoint_with_encoder_and_decoder_is_refused() -> None:
     state = {f"{part}.{name}": tensor for part in ("encoder", "decoder") for name, tensor in saved().items()}
     with pytest.raises(
-        UnsupportedModelError, match=r"2 stacks \(split-qkv at decoder\.layers\..*save the encoder alone"
+        UnsupportedModelError,
+        match=r"2 stacks of encoder blocks \(split-qkv at decoder\.layers\..*Save the encoder alone",
     ):
         find(state)
 

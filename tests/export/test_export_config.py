@@ -22,7 +22,7 @@ def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
         ({"d_ff": -4}, "d_ff must be at least 0; was -4"),
         ({"n_layers": 2.0}, "n_layers must be an integer; was 2.0"),
         ({"n_layers": True}, "n_layers must be an integer; was True"),
-        ({"pad_token_id": 100}, "pad_token_id must be < vocab_size; was 100 >= 100"),
+        ({"pad_token_id": 100}, "pad_token_id must be less than vocab_size, 100; was 100"),
         ({"activation": "swish"}, "activation must be one of relu, gelu, gelu_tanh, silu; was 'swish'"),
         ({"norm": "sandwich"}, "norm must be one of post, pre, none; was 'sandwich'"),
         ({"position": ["learned"]}, "position must be one of sinusoidal, learned, none; was ['learned']"),

@@ -145,7 +145,7 @@ def test_a_module_of_another_package_is_never_imported(tmp_path: Path) -> None:
     path = tmp_path / "m" / "modules.json"
     path.write_text(path.read_text().replace("pylate.models.Dense.Dense", "antigravity.Dense"))
     assert (
-        "has a module antigravity.Dense: it is not from sentence-transformers, so its code never runs here"
+        "has a module antigravity.Dense, which is not a class of sentence-transformers. The exporter never runs"
         in refused(tmp_path / "m", tmp_path)
     )
 

@@ -160,19 +160,19 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "empty": (empty, r"config\.json is missing: .*`encserve-export checkpoint`"),
     "tokenizer-too-large": (
         tokenizer(models.WordLevel(WORDS | {"[UNK]": 200}, unk_token="[UNK]")),
-        r"up to 2\d\d \('.*'\); the model's vocab_size is 200: .*Put the model's own tokenizer there",
+        r"up to 2\d\d \('.*'\), but the model's vocab_size is 200\. .*by the model's own tokenizer",
     ),
     "vocab-txt-too-large": (
         writes("vocab.txt", "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])),
-        r"vocab\.txt gives token ids up to 204 .*; the model's vocab_size is 200: .*Put the model's own tokenizer",
+        r"vocab\.txt gives token ids up to 204 .*, but the model's vocab_size is 200\. .*by the model's own tokenizer",
     ),
     "tokenizer-without-unk": (
         tokenizer(models.WordPiece(WORDS, unk_token="[UNK]")),
-        r"tokenizer\.json fails for texts with unknown characters or words: .*Give its model an unk_token",
+        r"tokenizer\.json fails for texts with unknown characters or words: .*Set the tokenizer's unk_token",
     ),
     "tokenizer-of-no-words": (
         writes("spiece.model", "no"),
-        r"cannot make a tokenizer from the files in .*; put a tokenizer\.json there, or remove the",
+        r"cannot make a tokenizer from the files in .*\. Add a tokenizer\.json to the model's folder, or remove the",
     ),
     "classifier": (
         config(architectures=["BertForSequenceClassification"]),
@@ -207,7 +207,7 @@ def test_a_vocabulary_file_of_another_tokenizer_is_refused(tmp_path: Path) -> No
     """
     directory = save(NAMED["T5"], tmp_path)
     (directory / "vocab.txt").write_text("[UNK]\nword")
-    assert "the vocabulary has only special tokens; put a tokenizer.json there" in refused(directory)
+    assert "the vocabulary has only special tokens. Add a tokenizer.json" in refused(directory)
 
 
 @pytest.mark.system
@@ -296,4 +296,4 @@ def test_the_onnx_file_of_a_cross_encoder_is_refused(tmp_path: Path) -> None:
     directory = write_scores(tmp_path / "directory", layout="6")
     (directory / "onnx").mkdir()
     (directory / "onnx" / "model.onnx").touch()
-    assert "computes logits instead of hidden states; use --via transformers" in refused(directory, "onnx")
+    assert "computes logits instead of hidden states. Use --via transformers" in refused(directory, "onnx")

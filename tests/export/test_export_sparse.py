@@ -170,7 +170,9 @@ def test_modules_that_a_bundle_cannot_express_are_refused(tmp_path: Path) -> Non
         read(tmp_path / "two")
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
-    with pytest.raises(UnsupportedModelError, match="a query goes through Transformer, Pooling, SparseAutoEncoder; a"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"a query goes through the modules Transformer, Pooling, SparseAutoEncoder\. A"
+    ):
         read(tmp_path / "csr")
 
 
@@ -261,7 +263,7 @@ def test_files_that_are_not_linear_heads_are_refused(bge_m3: Path, tmp_path: Pat
     with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must have 1 output per token; was 2"):
         export(directory, tmp_path)
     torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
-    with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):
+    with pytest.raises(CheckpointFileError, match="must hold the weight of a linear layer, .*; was weights"):
         export(directory, tmp_path)
     torch.save(torch.nn.Linear(D_MODEL, 1), directory / "sparse_linear.pt")
     with pytest.raises(UnsafeWeightsError):

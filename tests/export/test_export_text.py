@@ -50,7 +50,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
     bert: Path, models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
     write_tokenizer(bert / "tokenizer.json", 102)
-    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\); the model's vocab_size is 101"):
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\), but the model's vocab_size is 101"):
         export_hf(bert, Target(model_repository=models, name="bert"))
     assert not models.exists()
 
@@ -64,7 +64,7 @@ def test_the_ids_of_special_tokens_are_checked_too(tmp_path: Path, write_tokeniz
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
     path.write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\); the model's vocab_size is 101"):
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\), but the model's vocab_size is 101"):
         read_tokenizer(path).check_fits(101)
 
 
@@ -91,9 +91,24 @@ def test_an_empty_tokenizer_is_refused(tmp_path: Path, write_tokenizer: Callable
         (None, None, 512, ""),
         (None, 20, 20, ""),
         (512, None, 512, ""),
-        (256, None, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
-        (514, None, 512, "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, its positions are 512"),
-        (256, 256, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
+        (
+            256,
+            None,
+            256,
+            "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, the model has 512 positions",
+        ),
+        (
+            514,
+            None,
+            512,
+            "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, the model has 512 positions",
+        ),
+        (
+            256,
+            256,
+            256,
+            "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, the model has 512 positions",
+        ),
         (256, 512, 512, "than 256 tokens, sentence-transformers gives different vectors"),
         (256, 128, 128, "than 128 tokens, sentence-transformers gives different vectors"),
     ],
@@ -123,7 +138,7 @@ def test_the_report_names_a_length_from_the_tokenizer(bert: Path, models: Path) 
     (bert / "tokenizer_config.json").write_text('{"model_max_length": 40}')
     exported = export_hf(bert, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
-    assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, its positions are 66")
+    assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, the model has 66 positions")
     longer = export_hf(bert, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
     assert "For texts of more than 40 tokens, sentence-transformers gives different vectors" in longer.notes["longest"]
 

@@ -336,7 +336,10 @@ def test_rows_of_a_model_with_a_chat_template_are_compared(tmp_path: Path) -> No
             "fails for a prompt, which becomes a system message",
         ),
         ("{{ strftime_now('%d') }} {{ messages[0].content }}", "writes the date"),
-        (CHATML + "{% if messages[0].role == 'system' %}!{% endif %}", "ends differently after a prompt"),
+        (
+            CHATML + "{% if messages[0].role == 'system' %}!{% endif %}",
+            "a prompt changes the end that the chat template adds",
+        ),
         (CHATML + "{% if task == 'query' %}?{% endif %}", "treats queries and documents differently"),
     ],
 )

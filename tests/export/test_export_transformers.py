@@ -157,7 +157,7 @@ def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: P
     }  # fmt: skip
     settings = NAMED["Qwen3"].settings | {"rope_parameters": scaling, "max_position_embeddings": 60}
     directory = save(Architecture("Long", "qwen3", settings), tmp_path)
-    with pytest.raises(ExportError, match="more than 30 tokens .*: give --max-sequence-tokens 30 or less"):
+    with pytest.raises(ExportError, match="more than 30 tokens .*Give --max-sequence-tokens 30 or less"):
         export(directory, models, max_sequence_tokens=60)
     assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
 
@@ -194,7 +194,7 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
             UnsupportedModelError,
-            "needs its own code .* never executed; export the model to ONNX yourself",
+            r"needs its own code .* never executed\. Instead, export the model to ONNX yourself",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantized"),
     ],
@@ -238,7 +238,10 @@ def test_a_model_without_hidden_states_is_exported_without_inspection(
     monkeypatch.setattr(Data2VecTextModel, "forward", closed)
     exported = export(data2vec, models)
     assert not exported.manifest.HasField("inspect_graph")
-    assert exported.notes["inspection"] == "not possible: the model gives no hidden states and attention weights"
+    assert (
+        exported.notes["inspection"]
+        == "not possible: the model does not return the hidden states and attention weights of all blocks"
+    )
 
 
 @pytest.mark.system

@@ -1,8 +1,8 @@
-"""Reads the directory of a cross-encoder or a classifier, which computes a logit for each label of its texts.
+"""Reads the directory of a cross-encoder or a classifier. Such a model computes one logit for each of its labels.
 
 sentence-transformers loads the model as a CrossEncoder. Any version of the library may have written the directory. The
-logits are a function of one pooled hidden state. So the head is the whole model with a stub in place of its encoder.
-Its input is one pooled hidden state, as a sequence of one token.
+logits are a function of one pooled hidden state. So the head is the whole model with a stub in place of the encoder.
+The input of the head is one pooled hidden state, as a sequence of one token.
 """
 
 import copy
@@ -46,7 +46,7 @@ _ADVICE = "serve the model with sentence-transformers, or export its encoder alo
 class EncoderStub(nn.Module):
     """Replaces the encoder of a model, so that only the model's head runs.
 
-    The stub returns inputs_embeds unchanged as the last hidden state, or `rows` if they are set.
+    The stub returns `rows` as the last hidden state. If `rows` is None, the stub returns inputs_embeds unchanged.
     """
 
     def __init__(self, encoder: nn.Module) -> None:
@@ -69,7 +69,10 @@ class EncoderStub(nn.Module):
 
 
 class PooledLogits(nn.Module):
-    """Computes logits from pooled hidden states with a model that has an `EncoderStub`. Each state is one sequence."""
+    """Computes logits from pooled hidden states. The model has an `EncoderStub` in place of its encoder.
+
+    Each pooled hidden state is passed to the model as a sequence of one token.
+    """
 
     def __init__(self, model: Any, stub: EncoderStub, *, is_language_model: bool) -> None:
         super().__init__()
@@ -105,7 +108,7 @@ class PooledLogits(nn.Module):
         logits: Tensor = self.model(**inputs).logits
         if not self.is_language_model:
             return logits
-        last = logits[:, -1]  # (batch, 1 or 2): the tokens of LogitScore
+        last = logits[:, -1]  # (batch, 1 or 2): the true token, and the false token if any
         return last if last.shape[1] == 1 else last[:, :1] - last[:, 1:]
 
 
@@ -180,7 +183,10 @@ def _head(transformer: Any, rest: list[Any]) -> tuple[PooledLogits, tuple[Module
 
 
 def _rows_of(decoder: nn.Linear, score: Any) -> nn.Linear:
-    """Return the rows of a language model's last layer for the tokens of a LogitScore module."""
+    """Return a smaller copy of a language model's last layer, which computes only the logits of a LogitScore's tokens.
+
+    LogitScore is a module of sentence-transformers. It computes a score from the logits of one or two tokens.
+    """
     ids = [it for it in (score.true_token_id, score.false_token_id) if it is not None]
     rows = nn.Linear(decoder.in_features, len(ids), bias=decoder.bias is not None)
     with torch.no_grad():
@@ -191,7 +197,7 @@ def _rows_of(decoder: nn.Linear, score: Any) -> nn.Linear:
 
 
 def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool) -> None:
-    """Refuse a checkpoint without the weights of its head, because transformers fills them with random numbers."""
+    """Refuse a checkpoint without the weights of its head. transformers would fill these weights at random."""
     if is_language_model or not holds_weights(encoder):  # the last layer of a language model is its token table
         return
     tensors = read_weights(encoder).tensors.values()
@@ -208,7 +214,9 @@ def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool
 
 
 def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling, int | None]:
-    """Return the pooling of the head, and the token id that last-token pooling skips, or None.
+    """Return the pooling of the head, and the token id that last-token pooling skips.
+
+    The id is None if last-token pooling skips no token.
 
     Compute the logits of random hidden states as the original model does. Find the pooling that gives the same
     logits.
@@ -253,7 +261,10 @@ def _labels(directory: Path, config: Any, count: int) -> tuple[str, ...]:
 
 
 def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activation:
-    """Return the activation of sentence-transformers; for a plain classifier, that of transformers' pipeline."""
+    """Return the activation of sentence-transformers.
+
+    For a plain classifier, return the activation of transformers' pipeline.
+    """
     if not is_cross_encoder(directory):
         if config.problem_type == "regression":
             return manifest_pb2.ACTIVATION_NONE
@@ -269,7 +280,7 @@ def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activ
 
 
 def _check_activation(directory: Path) -> None:
-    """Refuse an activation outside of PyTorch, because sentence-transformers would replace it by its default."""
+    """Refuse an activation outside of PyTorch, because sentence-transformers would use its default instead."""
     path = activation_path(directory)
     if path is not None and not path.startswith("torch."):
         raise UnsupportedModelError(
