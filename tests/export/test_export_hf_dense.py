@@ -305,9 +305,10 @@ def test_module_folders_outside_the_directory_are_refused(directory: Path) -> No
     (directory / "modules.json").write_text(json.dumps([{**modules[0], "path": "../elsewhere"}]))
     with pytest.raises(CheckpointFileError, match=r"names a folder outside .*: '../elsewhere'"):
         transformer_folder(directory)
-    (directory / "modules.json").write_text('[{"idx": 0}]')
-    with pytest.raises(CheckpointFileError, match="must be a list of modules"):
-        read(directory)
+    for modules in ('[{"idx": 0}]', "[]"):
+        (directory / "modules.json").write_text(modules)
+        with pytest.raises(CheckpointFileError, match="must be a list of modules"):
+            read(directory)
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:

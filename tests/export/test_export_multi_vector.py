@@ -95,7 +95,7 @@ def test_other_precisions_report_the_error_of_scores(precision: Precision, tmp_p
 def test_a_precision_that_changes_scores_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
-    figures = r"by \d\.\de-05 of its query's best score; at most 1.0e-06 is allowed. float32 is exact"
+    figures = r"by \d\.\de-05 of its query's best score; at most 1.0e-06 is allowed. Export in float32 instead"
     with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
     assert not (tmp_path / "models").exists()

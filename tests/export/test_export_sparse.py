@@ -146,7 +146,7 @@ def test_a_precision_that_changes_weights_too_much_is_refused(
     """Tighten the int8 bound, but only in the comparison of texts. Expect an error with the numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
-    figures = r"a row has the cosine similarity 0\.99\d\d; at least 0.99999 is required. float32 is exact"
+    figures = r"a row has the cosine similarity 0\.99\d\d; at least 0.99999 is required. Export in float32 instead"
     with pytest.raises(ParityError, match=f"gives another vector than sentence-transformers .* task query: {figures}"):
         export(splade, tmp_path, precision="int8")
     assert not (tmp_path / "models").exists()

@@ -147,7 +147,7 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
         excess += f" (PyTorch's own float32 error is {float32_error:.1e})" if float32_error else ""
     elif tolerance.cosine is not None and not cosine >= tolerance.cosine:
         excess = f"a row has the cosine similarity {cosine:.4f}; at least {tolerance.cosine} is required. "
-        excess += "float32 is exact"
+        excess += "Export in float32 instead"
     return Comparison(error, cosine, excess)
 
 

@@ -320,7 +320,7 @@ def _check_scores(
     best = np.abs(want).max(axis=1, keepdims=True)  # (texts, 1)
     error = float((np.abs(got - want) / np.maximum(best, 1e-12)).max())
     if not error <= bounds.maxsim_error:
-        advice = answers.advice if bounds.cosine is None else "float32 is exact"
+        advice = answers.advice if bounds.cosine is None else "Export in float32 instead"
         raise ParityError(
             f"a MaxSim score differs from {answers.library} by {error:.1e} of its query's best score; at most "
             f"{bounds.maxsim_error:.1e} is allowed. {advice}"

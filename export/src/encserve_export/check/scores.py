@@ -232,7 +232,7 @@ def _compare(
     if bounds.rank_correlation is not None and not min(correlations) >= bounds.rank_correlation:
         raise ParityError(
             f"the logits have the rank correlation {min(correlations):.4f} with sentence-transformers' logits; at "
-            f"least {bounds.rank_correlation} is required. float32 is exact"
+            f"least {bounds.rank_correlation} is required. Export in float32 instead"
         )
     return ComparedScores(
         "sentence-transformers",

@@ -52,7 +52,7 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
     kinds = [kind for kind, _ in read_modules(directory)]
     others = [kind for kind in kinds if kind not in _MODULES]
     if others or kinds[:1] != ["Transformer"]:
-        raise UnsupportedModelError(refusal(*(others or kinds or ["missing"])[:1]))
+        raise UnsupportedModelError(refusal((others or kinds)[0]))
     loaded = load(directory, "dense", repository)
     transformer, *rest = loaded.children()
     if transformer.query_expansion is not None:

@@ -106,7 +106,9 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
     try:
         modules = [(str(module["type"]), directory / str(module["path"])) for module in read_json(path)]
     except (TypeError, KeyError):
-        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
+        modules = []
+    if not modules:
+        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path")
     found = []
     for name, folder in modules:
         found.append(_checked(directory, path, name, folder))

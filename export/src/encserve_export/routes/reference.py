@@ -192,7 +192,7 @@ def _check_rows(
     except OnnxRunError as error:
         if precision == "float32":
             raise
-        raise ParityError(f"{error}, in {precision}; float32 is exact") from error
+        raise ParityError(f"{error}, in {precision}. Export in float32 instead") from error
     shape = manifest_pb2.EncoderShape()
     shape.CopyFrom(reference.shape)
     shape.d_model = encoder.d_model
