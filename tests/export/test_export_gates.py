@@ -40,6 +40,7 @@ from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.reference import encoder_reference
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_export.routes import reference as routes_reference
 
 SOURCE = Source("init", "random weights, seed 0")
 # One attention layer of full size with large weights, so that each token attends to few tokens. If two tokens have
@@ -214,6 +215,19 @@ def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models:
     encoder.load_state_dict(random_encoder(tiny, 0).state_dict())
     with pytest.raises(ParityError, match=r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05"):
         export_encoder(encoder.eval(), SOURCE, Target(model_repository=models, name="maskless"))
+    assert not models.exists()
+
+
+def test_an_export_with_a_faulty_graph_is_refused(
+    encoder: Encoder, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write the graph of another model. The export must compare this graph with the given model, and leave nothing."""
+    wrong = encoder_reference(FAULTS["heads swapped in W_O"](encoder))
+    monkeypatch.setattr(
+        routes_reference, "write_graphs", lambda _, *given, **options: write_graphs(wrong, *given, **options)
+    )
+    with pytest.raises(ParityError, match="differs from PyTorch"):
+        export_encoder(encoder, SOURCE, Target(model_repository=models, name="wrong"))
     assert not models.exists()
 
 
