@@ -1,7 +1,6 @@
 """A server with all tiny test models returns the same vectors as the library of each model.
 
-`zoo` and `architectures` in tests/support list the models. The exporter's tests check the same vectors without a
-server. The tests in this file call a server over gRPC and HTTP.
+`zoo` and `architectures` in tests/support list the models. The tests call the server over gRPC and HTTP.
 """
 
 import json

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from state_dicts import LAYOUTS, VARIANTS, saved, state_dict
-from torch import Tensor
+from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig, ExportError, Source, Target, export_encoder
 from encserve_export.check.agreement import least_cosine
@@ -172,6 +172,21 @@ def test_broken_checkpoints_raise_only_export_errors(data: st.DataObject) -> Non
     longest = data.draw(st.sampled_from([None, 0, -1, 40]))
     with contextlib.suppress(ExportError):
         find(state, fields, embeddings=table, max_sequence_tokens=longest)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_state_dict_of_pytorchs_encoder_is_loaded(norm_first: bool) -> None:
+    """The rows equal PyTorch's rows. The tolerance of the golden rows is too large to show a wrong eps of 1e-6."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first, batch_first=True, layer_norm_eps=1e-3)
+    theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8, 1e-3), enable_nested_tensor=False).eval()
+    table = Table("weight", torch.randn(11, 8))
+    fields = LINEAR | {"norm": "pre" if norm_first else "post", "layer_norm_eps": 1e-3}
+    encoder = find(theirs.state_dict(), fields, embeddings=table).encoder
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        want = theirs(encoder.embeddings(ids))
+    torch.testing.assert_close(encoder(ids, torch.ones_like(ids)), want)
 
 
 def test_tensors_in_nested_dicts_and_lists_are_read(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
         "--max-sequence-tokens", 40, "--precision", "int8", "--pooling", "mean_sqrt_len_tokens", "--l2-normalize",
         "--name", "mine", "--model-repository", models,
     )  # fmt: skip
-    assert "the layout is fused-qkv" in result.stderr
+    assert result.stderr.startswith("reading checkpoint.safetensors …\nthe layout is fused-qkv …\n")
     manifest = read_manifest(models / "mine" / "1")
     assert (manifest.source.kind, manifest.source.description) == ("checkpoint", "fused-qkv")
     assert (manifest.encoder.max_sequence_tokens, manifest.graph.precision) == (40, "int8")

@@ -40,6 +40,7 @@ from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.reference import encoder_reference
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_export.routes import reference as routes_reference
 
 SOURCE = Source("init", "random weights, seed 0")
 # One attention layer of full size with large weights, so that each token attends to few tokens. If two tokens have
@@ -126,9 +127,11 @@ def inspection_gate(encoder: Encoder, graphs: Graphs) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_both_gates_refuse_faults(encoder: Encoder, tmp_path: Path, fault: str) -> None:
     graphs = write(FAULTS[fault](encoder), tmp_path)
-    for gate in (rows_gate, inspection_gate):
-        with pytest.raises(ParityError, match=r"error .*\d; at most \S+ is allowed"):
-            gate(encoder, graphs)
+    figures = r"error .*\d; at most \S+ is allowed"
+    with pytest.raises(ParityError, match=figures):
+        rows_gate(encoder, graphs)
+    with pytest.raises(ParityError, match=figures):
+        inspection_gate(encoder, graphs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -213,6 +216,19 @@ def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models:
     message = r"gives other rows for padded sequences .*: a row has the relative error \S+; at most 1\.0e-05 is allowed"
     with pytest.raises(ParityError, match=message):
         export_encoder(encoder.eval(), SOURCE, Target(model_repository=models, name="maskless"))
+    assert not models.exists()
+
+
+def test_an_export_with_a_faulty_graph_is_refused(
+    encoder: Encoder, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write the graph of another model. The export must compare this graph with the given model, and leave nothing."""
+    wrong = encoder_reference(FAULTS["heads swapped in W_O"](encoder))
+    monkeypatch.setattr(
+        routes_reference, "write_graphs", lambda _, *given, **options: write_graphs(wrong, *given, **options)
+    )
+    with pytest.raises(ParityError, match="differs from PyTorch"):
+        export_encoder(encoder, SOURCE, Target(model_repository=models, name="wrong"))
     assert not models.exists()
 
 

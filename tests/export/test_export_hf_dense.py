@@ -455,5 +455,7 @@ def test_the_command_exports_the_encoder_of_a_classifier(tmp_path: Path) -> None
     arguments = ["hf", str(write_classifier(tmp_path / "m")), "--model-repository", str(tmp_path / "models")]
     refused = CliRunner().invoke(main, [*arguments, "--pooling", "mean"])
     assert "To export only the encoder with --pooling, give --ignore-head too" in refused.output
-    assert CliRunner().invoke(main, [*arguments, "--ignore-head"]).exit_code == 0
-    assert "scores" not in json.loads((tmp_path / "models" / "m" / "1" / "manifest.json").read_text())
+    assert CliRunner().invoke(main, [*arguments, "--ignore-head", "--pooling", "mean"]).exit_code == 0
+    manifest = json.loads((tmp_path / "models" / "m" / "1" / "manifest.json").read_text())
+    assert "scores" not in manifest
+    assert manifest["pooling"] == "POOLING_MEAN"

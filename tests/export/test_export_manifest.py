@@ -11,6 +11,7 @@ from checkpoints import DATA
 from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
+from encserve_export.core.errors import BundleExistsError
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.reference import count_parameters
 from encserve_export.source.tokenizer import read_tokenizer
@@ -68,6 +69,8 @@ def test_random_weights_of_one_seed_give_the_same_bytes(
         contents.append({path.name: path.read_bytes() for path in bundle.iterdir()})
     assert set(contents[0]) == {"manifest.json", "model.onnx", "model.onnx.data", "inspect.onnx", "tokenizer.json"}
     assert contents[0] == contents[1]
+    with pytest.raises(BundleExistsError, match="or --overwrite to replace it"):
+        export_init(tiny, 5, target, tokenizer=tokenizer)
 
 
 def test_one_checkpoint_gives_the_same_bytes_and_nothing_else(

@@ -31,7 +31,13 @@ from onnx_files import (
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
-from encserve_export.core.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
+from encserve_export.core.errors import (
+    BundleExistsError,
+    ConfigError,
+    TokenizerError,
+    UnsupportedModelError,
+    VocabularyError,
+)
 from encserve_export.core.precision import Precision
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
@@ -141,6 +147,13 @@ def test_the_same_file_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
     paths = [export_onnx(file, Target(model_repository=tmp_path / at, name="mine"), SHORT).path for at in "ab"]
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in paths]
     assert contents[0] == contents[1]
+
+
+def test_an_existing_version_is_kept(file: Path, target: Target) -> None:
+    export_onnx(save(build(), file), target, SHORT)
+    with pytest.raises(BundleExistsError, match="or --overwrite to replace it"):
+        export_onnx(file, target, SHORT)
+    export_onnx(file, dataclasses.replace(target, overwrite=True), SHORT)
 
 
 def test_external_data_are_embedded(file: Path, target: Target) -> None:

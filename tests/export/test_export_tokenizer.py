@@ -266,6 +266,13 @@ def test_a_misread_maximum_length_is_refused(tmp_path: Path, monkeypatch: pytest
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
 
+@pytest.mark.system
+def test_ids_are_compared_up_to_the_given_length_without_modules(tmp_path: Path) -> None:
+    """transformers must cut texts to the given length too. Otherwise, the comparison refuses a correct bundle."""
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )

@@ -12,7 +12,6 @@ from zoo import MODELS, Zoo, assert_same, embedded
 from encserve_server.offline import Embedder
 
 
-# The lowest allowed cosine similarity with the library's vectors. The export itself checks the same limits.
 def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
