@@ -1159,6 +1159,7 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
     output = output.rename(tmp_path / "out")
     assert table_of(output)["text"].to_pylist() == [*TEXTS, "bad"]
     assert [it["file"] for it in rejected_of(output)] == [str(source)]
+    assert [it.name for it in (output / "_rejected").iterdir()] == ["part-00000-000002.jsonl"]
 
 
 def test_events_name_files_whose_names_are_not_utf8(run_words: Callable[..., Result], tmp_path: Path) -> None:

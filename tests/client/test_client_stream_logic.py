@@ -105,6 +105,14 @@ def test_every_input_is_answered_once(
     assert server.wire.most_out <= 4
 
 
+def test_reading_stops_at_max_in_flight_if_the_first_answer_is_slow() -> None:
+    """Results must be in input order, so the later results wait. Waiting results count as inputs in flight."""
+    read: list[int] = []
+    server = WireServer(lambda request: (90.0 if 1 in ids_in(request) else 0.0, echo(request)))
+    assert next(stream(server, counting(1000, read), max_in_flight=5)) == (0, 1)
+    assert len(read) == 5
+
+
 def test_a_ready_result_waits_for_at_most_one_read() -> None:
     read: list[int] = []
     results = stream(WireServer(lambda request: (0.0, echo(request))), counting(1000, read))
