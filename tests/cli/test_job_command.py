@@ -261,10 +261,12 @@ async def test_a_failure_is_one_line(
 ) -> None:
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"no parquet")
+    table = write_texts(tmp_path / "table.csv", ["n,m", "1,2"])
     for arguments, told in (
         ([*inputs(source), "--model", "none"], "'none' is not loaded"),
         (inputs(source, tmp_path / "missing.txt"), "missing.txt"),
         (inputs(source, broken), "broken.parquet: cannot be read as Parquet: "),
+        (inputs(source, table), "table.csv, line 1: has no column 'text'; the columns are 'n', 'm'"),
         ([*inputs(source), "--keep", "id"], "--keep is for"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
