@@ -187,6 +187,27 @@ def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
     assert retried[0] < 5.0
 
 
+def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
+    """If inputs of a message are bad, the client sends the message again without them.
+
+    The error text has the index of the input in the call. The text does not count attempts of the larger message.
+    """
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
+        if bad:
+            return 0.5, Failure(Code.INVALID_ARGUMENT, f"inputs[{bad[0]}]: is bad", "INVALID_INPUT")
+        return 0.5, echo(request)
+
+    server = WireServer(encode)
+    for index, result in stream(server, [[i] for i in range(1, 101)]):
+        if (index + 1) % 3:
+            assert result == index + 1
+        else:
+            assert (str(result), result.index) == (f"inputs[{index}]: is bad", index)
+    assert max(map(len, server.sent)) == 16
+
+
 def test_a_failed_message_fails_only_its_own_inputs() -> None:
     """One message fails with INTERNAL, and one message gets no reply in time. The other messages get results."""
 
