@@ -235,14 +235,14 @@ async def test_rejected_rows_are_counted_and_named(
 ) -> None:
     """If the server rejects a row, the command names the row and exits with status 3.
 
-    A second run has nothing to compute, and also exits with status 3.
+    A second run has nothing to compute, and also exits with status 3. An empty text has a vector.
     """
-    source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
+    source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG, ""])
     command = ("embed", *inputs(source), *output)
     result = await encserve(service, *command, status=3)
     assert f"rejected: 1 row, such as {source}, line 26: has 72 tokens" in result.stdout
     assert f"{folder}/_rejected has the reasons" in result.stdout
-    assert table_of(folder)["vector"].to_pylist()[-1] is None
+    assert [it is None for it in table_of(folder)["vector"].to_pylist()[-2:]] == [True, False]
     again = await encserve(service, *command, status=3)
     assert "rejected: 1 row\n" in again.stdout
 
@@ -261,10 +261,12 @@ async def test_a_failure_is_one_line(
 ) -> None:
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"no parquet")
+    table = write_texts(tmp_path / "table.csv", ["n,m", "1,2"])
     for arguments, told in (
         ([*inputs(source), "--model", "none"], "'none' is not loaded"),
         (inputs(source, tmp_path / "missing.txt"), "missing.txt"),
         (inputs(source, broken), "broken.parquet: cannot be read as Parquet: "),
+        (inputs(source, table), "table.csv, line 1: has no column 'text'; the columns are 'n', 'm'"),
         ([*inputs(source), "--keep", "id"], "--keep is for"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
@@ -1165,6 +1167,7 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
     output = output.rename(tmp_path / "out")
     assert table_of(output)["text"].to_pylist() == [*TEXTS, "bad"]
     assert [it["file"] for it in rejected_of(output)] == [str(source)]
+    assert [it.name for it in (output / "_rejected").iterdir()] == ["part-00000-000002.jsonl"]
 
 
 def test_events_name_files_whose_names_are_not_utf8(run_words: Callable[..., Result], tmp_path: Path) -> None:

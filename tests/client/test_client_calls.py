@@ -323,6 +323,7 @@ async def test_every_status_has_its_exception(caller: Caller, service: FakeEncod
         ("embed", [["a"]], {"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
         ("embed", [["a"]], {"task": "passage"}, "task must be one of 'query', 'document'; was 'passage'"),
         ("token_vectors", [["a"]], {"timeout_seconds": 0}, "timeout_seconds must be > 0; was 0"),
+        ("token_vectors", [["a"]], {"timeout_seconds": float("nan")}, "timeout_seconds must be > 0; was nan"),
         ("token_vectors", [["a"]], {"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
         ("token_vectors", [["a"]], {"model": 1}, "model must be a str or None; was int"),
         ("token_vectors", [["a"]], {"version": 1}, "version must be a str or None; was int"),

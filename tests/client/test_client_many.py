@@ -55,6 +55,7 @@ async def test_arrays_are_writable(caller: Caller, service: FakeEncoder, n: int)
     info = result.sequences[0]
     arrays: list[Any] = [
         *await caller(client.token_vectors, texts),
+        *await caller.all_of(client, texts),
         await caller(client.embed, texts),
         await caller(client.embed, []),
         *result.outputs[0].arrays(),
@@ -227,9 +228,9 @@ async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
     with pytest.raises(InvalidInputError, match=r"texts\[1\] must be a str; was list"):
         await caller(client.tokenize, ["a", [1]])
     with pytest.raises(
-        InvalidInputError, match=r"^texts\[0\] must be valid Unicode; has half of a surrogate pair at character 0$"
+        InvalidInputError, match=r"^texts\[0\] must be valid Unicode; has half of a surrogate pair at character 1$"
     ):
-        await caller(client.tokenize, ["\ud800"])
+        await caller(client.tokenize, ["b\ud83d"])
 
 
 async def test_spans_are_sent_with_their_unit(caller: Caller, service: FakeEncoder) -> None:

@@ -181,6 +181,11 @@ def test_refused_inputs_that_were_not_sent_are_ignored() -> None:
     assert list(failure.inputs_at_fault(3)) == [1]
 
 
+def test_an_input_that_was_not_sent_keeps_its_name() -> None:
+    error = Failure(Code.INVALID_ARGUMENT, "inputs[3]: bad").to_exception(1, indices=range(256, 259))
+    assert (str(error), error.index) == ("inputs[3]: bad", None)
+
+
 @pytest.mark.parametrize("pushback", ["-1", "soon", "", "1.5", "٣"])
 def test_a_pushback_that_is_not_a_delay_forbids_retries(pushback: str) -> None:
     failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])

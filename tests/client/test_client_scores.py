@@ -200,11 +200,14 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("score", ([("q", "a")],), {"max_document_tokens": 0}, "max_document_tokens must be from 1 to 4,294,967,295"),
     ("rank", ("q", ["a"]), {"activation": "tanh"}, "activation must be one of 'none', 'sigmoid', 'softmax'"),
     ("rank", ("q", ["\ud800"]), {}, r"documents\[0\] must be valid Unicode"),
-    (
-        "rank",
-        ("q", np.ones((2, 3), np.float32)),
-        {"max_document_tokens": 9},
-        "max_document_tokens must be None for documents that are vectors",
+    *(
+        (
+            "rank",
+            ("q", vectors),
+            {"max_document_tokens": 9},
+            "max_document_tokens must be None for documents that are vectors",
+        )
+        for vectors in (np.ones((2, 3), np.float32), [np.ones((2, 3), np.float32)])
     ),
     ("rank", ("q", np.ones((2, 3), np.int32)), {}, r"documents\[0\] must be float32 or float16 rows"),
     ("score", (["ab"],), {}, r"pairs\[0\] must be a \(query, document\) pair of texts; was 'ab'"),

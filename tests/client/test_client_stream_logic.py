@@ -105,6 +105,14 @@ def test_every_input_is_answered_once(
     assert server.wire.most_out <= 4
 
 
+def test_reading_stops_at_max_in_flight_if_the_first_answer_is_slow() -> None:
+    """Results must be in input order, so the later results wait. Waiting results count as inputs in flight."""
+    read: list[int] = []
+    server = WireServer(lambda request: (90.0 if 1 in ids_in(request) else 0.0, echo(request)))
+    assert next(stream(server, counting(1000, read), max_in_flight=5)) == (0, 1)
+    assert len(read) == 5
+
+
 def test_a_ready_result_waits_for_at_most_one_read() -> None:
     read: list[int] = []
     results = stream(WireServer(lambda request: (0.0, echo(request))), counting(1000, read))
@@ -177,6 +185,27 @@ def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
         server.wire.time += 0.05
     assert len(retried) == 1
     assert retried[0] < 5.0
+
+
+def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
+    """If inputs of a message are bad, the client sends the message again without them.
+
+    The error text has the index of the input in the call. The text does not count attempts of the larger message.
+    """
+
+    def encode(request: pb.EncodeRequest) -> Outcome:
+        bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
+        if bad:
+            return 0.5, Failure(Code.INVALID_ARGUMENT, f"inputs[{bad[0]}]: is bad", "INVALID_INPUT")
+        return 0.5, echo(request)
+
+    server = WireServer(encode)
+    for index, result in stream(server, [[i] for i in range(1, 101)]):
+        if (index + 1) % 3:
+            assert result == index + 1
+        else:
+            assert (str(result), result.index) == (f"inputs[{index}]: is bad", index)
+    assert max(map(len, server.sent)) == 16
 
 
 def test_a_failed_message_fails_only_its_own_inputs() -> None:
