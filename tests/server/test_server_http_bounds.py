@@ -197,7 +197,7 @@ async def test_a_chunked_body_does_not_count_as_waiting(server: FakeServer) -> N
 
 async def test_a_body_in_chunks_of_one_byte_is_read(shared: FakeServer) -> None:
     """Each byte of the body takes six bytes on the connection. The server accepts this overhead."""
-    body = b'{"inputs": "hello"' + b" " * 100_000 + b"}"
+    body = b'{"inputs": "hello"' + b" " * 400_000 + b"}"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     async with raw(shared) as (reader, writer):
         writer.write(CHUNKED + chunks)

@@ -91,6 +91,13 @@ async def test_texts_and_ids_in_one_request_of_several_parts(serve: Serve, texts
     assert (await post(server, TEI, {"inputs": ids * texts})).status_code == 200
 
 
+async def test_an_input_larger_than_the_queue_is_refused(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=24)
+    refused = await post(server, TEI, {"inputs": [[5, 6], [7] * 25, [5, 6]]})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
+    assert refused.json()["error"].startswith("inputs[1]: must be at most 24 tokens")
+
+
 async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_request_sequences=20_000)
     refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})

@@ -174,9 +174,14 @@ async def test_pairs_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
 
 async def test_texts_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
     server = await serve({}, HTTP, similarity="dot")
-    body = {"text_1": text(5), "text_2": text(7, 8, 9), "truncate_prompt_tokens": 4}
-    for more, ids in (({}, [7, 8]), ({"max_tokens_per_doc": 3}, [7]), ({"max_tokens_per_doc": 9}, [7, 8])):
-        reply = await ask(server, "/score", {**body, **more})
+    body = {"text_1": text(5), "text_2": text(7, 8, 9)}
+    for fields, ids in (
+        ({"truncate_prompt_tokens": 4}, [7, 8]),
+        ({"max_tokens_per_doc": 3}, [7]),
+        ({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 3}, [7]),
+        ({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 9}, [7, 8]),
+    ):
+        reply = await ask(server, "/score", {**body, **fields})
         query, document = (expected_rows([BEGIN, *it, END])[0] for it in ([5], ids))
         np.testing.assert_allclose(reply["data"][0]["score"], query @ document, rtol=1e-4)
 

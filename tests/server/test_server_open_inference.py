@@ -1,5 +1,6 @@
 """Tests of the Open Inference Protocol v2 over gRPC: replies, refusals, metadata and counters."""
 
+import asyncio
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from open_inference import IDS, MASK, PADDED, arrays_of, ask, infer, infer_request, text_tensor, wild_inputs
 from tiny_bundle import write_bundle
 from tiny_heads import loader
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as encserve_pb
 from encserve_server.protocols.open_inference.rpcs import SERVICE_NAME
@@ -263,6 +265,16 @@ async def test_errors_of_the_server_have_the_statuses_of_encode(start_server: St
     server.engine.hold()
     late = await refusal(server.call("ModelInfer", infer_request(input_ids=IDS), SERVICE_NAME, timeout=0.1))
     assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_cancelled_call_leaves_the_queue(server: FakeServer) -> None:
+    running = await server.start_held(server.encode([1]))
+    waiting = asyncio.create_task(infer(server, input_ids=IDS))
+    await until(lambda: server.queued() > 0)
+    waiting.cancel()
+    await until(lambda: server.queued() == 0)
+    server.engine.let_go()
+    await running
 
 
 async def test_a_stream_answers_each_request_by_its_id(server: FakeServer) -> None:

@@ -274,6 +274,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check 
     (changed(ids(), datatype="INT32", data=[5, 6, 7, 8, 2**31, 0]), "input_ids[1, 1]", "(INT32)"),
     (changed(ids(), data=[]), "input_ids", "was 0"),
     (changed(ids(), data=[[], []]), "input_ids[0]", "was 0"),
+    (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters", "shared memory"),
     (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size", "from 0 to 0"),
     (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data", "left out"),
     (changed(texts("a"), data=[1]), "text[0]", "must be a string; was 1"),
@@ -378,6 +379,15 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
             running.cancel()
             await until(lambda: server.held_bytes() == 0)
     server.engine.let_go()
+
+
+async def test_calls_are_counted_by_route_and_status(server: FakeServer) -> None:
+    """The path of the route has a placeholder for the name of the model."""
+    await ask(server, ids())
+    await post(server, PATH, ids(-IDS))
+    route = "POST /v2/models/{name:path}/infer"
+    for status in ("200", "400"):
+        assert server.sample("encserve_http_requests_total", route=route, status=status) == 1
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:

@@ -419,6 +419,13 @@ def test_a_file_that_the_library_cannot_load_is_refused(
 # Messages, CPUs, advice and logs
 
 
+@given(st.integers(0, 2**32 - 1))
+def test_a_varint_is_that_of_protobuf(number: int) -> None:
+    """The lengths of large replies have up to five bytes."""
+    written = pb.SequenceInfo(token_count=number).SerializeToString()
+    assert written == (b"\x08" + wire.varint(number) if number else b"")
+
+
 @given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
 def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
     """The field `data` is in a RaggedTensor, which is in an EncodeResponse, which is in an EncodeStreamResponse."""
