@@ -151,7 +151,7 @@ async def check_health(port: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
-    """gRPC could unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit."""
+    """Without the refusal, gRPC would unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit."""
     data = pb.EncodeRequest(inputs=[pb.Input()] * 1000).SerializeToString()
     target = f"127.0.0.1:{server.app.grpc_port}"
     async with grpc.aio.insecure_channel(target, compression=compression) as channel:
@@ -279,7 +279,7 @@ async def test_an_idle_server_refuses_calls_before_it_stops(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC must not close connections as soon as the stop begins."""
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.0)
     server = await start_server()
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
