@@ -321,7 +321,7 @@ def test_a_tokenizer_with_too_many_ids_is_refused(
     file: Path, target: Target, write_tokenizer: Callable[..., Path]
 ) -> None:
     tokenizer = read_tokenizer(write_tokenizer(file.parent / "words.json", 60))
-    with pytest.raises(TokenizerError, match="token ids up to 59 .*; the model's vocab_size is 50"):
+    with pytest.raises(TokenizerError, match="token ids up to 59 .*, but the model's vocab_size is 50"):
         export_onnx(save(build(), file), target, OnnxOptions(max_sequence_tokens=16, tokenizer=tokenizer))
 
 
