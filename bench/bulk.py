@@ -119,8 +119,8 @@ class Sides:
     Attributes:
         sides: All sides; the first is the ceiling in float32.
         sweeps: The tokens/s for each budget or batch size of a sweep. The keys are the names of the sides.
-        agreement: For each side, the comparison with the vectors of the float32 ceiling: the largest difference and
-            the lowest cosine.
+        agreement: For each side, the largest difference and the lowest cosine between the side's vectors and the
+            vectors of the float32 ceiling.
     """
 
     def __init__(self, comparison: Comparison, stack: ExitStack) -> None:

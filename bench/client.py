@@ -6,8 +6,8 @@
 Each round runs `embed` and `stream` of both clients once, in random order. With --against, the client of another
 checkout runs in the same rounds. Figures are medians over rounds. Ratios are computed within a round.
 
---cpu divides by the client's CPU time instead of the elapsed time. If other processes use the machine, use --cpu and
-compare the fastest rounds.
+With --cpu, a rate is the number of texts divided by the client's CPU time, not by the elapsed time. If other processes
+use the machine, use --cpu and compare the fastest rounds.
 """
 
 import argparse
@@ -163,7 +163,7 @@ METHODS: dict[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def work(target: str, n_texts: int) -> None:
-    """Run each method whose name is a line of standard input. Write its seconds and CPU seconds to standard output."""
+    """Read names of methods from standard input. Run each method, and write its elapsed seconds and CPU seconds."""
     texts = [f"short text {index}" for index in range(n_texts)]
     for line in sys.stdin:
         began = time.process_time()
@@ -185,7 +185,7 @@ class Worker:
         )
 
     def seconds(self, method: str, *, cpu: bool) -> float:
-        """Run a method, and return its seconds, or the seconds of CPU time."""
+        """Run a method. Return the elapsed seconds, or the CPU seconds if `cpu` is true."""
         assert self._process.stdin is not None  # noqa: S101 - both are pipes
         assert self._process.stdout is not None  # noqa: S101
         self._process.stdin.write(f"{method}\n")
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout, measured in the same rounds"
     )
-    parser.add_argument("--cpu", action="store_true", help="divide by CPU time")
+    parser.add_argument("--cpu", action="store_true", help="divide the number of texts by the client's CPU time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     parser.add_argument("--worker", metavar="TARGET", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

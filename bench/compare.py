@@ -88,7 +88,7 @@ def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload
 
 
 def open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    """Open a graph on ONNX Runtime with the server's session options. `stack` closes the engine when it ends."""
+    """Open a graph on ONNX Runtime with the server's session options. When `stack` ends, the engine is closed."""
     engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
     stack.callback(engine.close)
     return engine
@@ -99,8 +99,8 @@ class Sides:
 
     Attributes:
         sides: The sides.
-        agreement: For each program, the comparison with the hidden states of ONNX Runtime: the largest difference and
-            the lowest cosine.
+        agreement: For each program, the largest difference and the lowest cosine between the program's hidden states
+            and ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:

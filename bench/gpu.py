@@ -140,7 +140,10 @@ class Device:
             return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """Print the lowest cosines of hidden states: device against CPU, and batches against single sequences."""
+        """Print the lowest cosines between hidden states.
+
+        The device is compared with the CPU, and a batch is compared with single sequences.
+        """
         first = next(iter(self.bundles.values()))
         sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:

@@ -77,8 +77,8 @@ class Servers:
         first: The server without the flags of --server.
         sides: The sides of all servers.
         precisions: The precision of each side that has targets. The keys are the names of the sides.
-        agreement: For each server, the comparison with the hidden states of ONNX Runtime: the largest difference and
-            the lowest cosine.
+        agreement: For each server, the largest difference and the lowest cosine between the server's hidden states and
+            ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, indices: Sequence[int], rows: Sequence[Any], stack: ExitStack) -> None:
@@ -120,7 +120,9 @@ def check_peer(
             raise PeerUnavailable(peer, f"{side} gives other shapes: the peer truncates or tokenizes differently")
         differences[side] = worst_difference(got, want)
         if differences[side] > TOLERANCE:
-            raise PeerUnavailable(peer, f"{side} computes other values: off by {differences[side]:.1e} of a row's norm")
+            raise PeerUnavailable(
+                peer, f"{side} computes other values: a row differs by {differences[side]:.1e} of its norm"
+            )
     return differences
 
 
@@ -206,7 +208,8 @@ def idle_share() -> float:
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
     """Return the targets of all sides that ran.
 
-    A peer has a side for its fastest setting, and one for its default setting if this is another one.
+    A peer has a side for its fastest setting. If the default setting is slower, the peer also has a side for the
+    default setting.
 
     Args:
         found: The measurements.

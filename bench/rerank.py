@@ -13,10 +13,10 @@ round runs every side once, in random order. Ratios are computed within a round.
 - infinity is called over HTTP (`POST /rerank`). infinity gets a virtual environment under .venv-peers at first use.
 
 Before the rounds, sweeps choose the batch sizes of the ceiling and of sentence-transformers, and infinity's setting.
-After the rounds, another caller sends pairs to the server, alone and beside the 16 callers.
+After the rounds, another caller sends pairs to the server: first alone, then while the 16 callers also send calls.
 
---make-model first writes a cross-encoder with random weights and the shape of cross-encoder/ms-marco-MiniLM-L6-v2 to
-DIRECTORY, and exports this model to MODEL_REPOSITORY.
+With --make-model, the program first writes a cross-encoder with random weights to DIRECTORY, and exports this model to
+MODEL_REPOSITORY. The model has the shape of cross-encoder/ms-marco-MiniLM-L6-v2.
 """
 
 import argparse
@@ -79,7 +79,8 @@ SWEEP_PAIRS = 600
 BATCH_SIZES = (8, 16, 32, 64, 128)
 MOST_ERROR = 1e-4  # the largest allowed difference of a score from sentence-transformers, relative for scores above 1
 TIMEOUT_SECONDS = 600.0
-# A query of another caller may wait for two batches: p99 beside the load - p99 alone <= QUERY_BATCHES * p95 of batches.
+# A query of another caller may wait for two batches of the 16 callers. So the load may increase the p99 of the query's
+# latency by at most QUERY_BATCHES times the p95 of the computing time of a batch.
 QUERY_BATCHES, QUERY_EVERY_SECONDS, SETTLE_SECONDS = 2.0, 0.25, 3.0
 KEYS = {"rerank": "key-of-the-16-callers", "query": "key-of-the-other-caller"}
 
@@ -238,7 +239,7 @@ def scores_of(reply: bytes) -> Any:
 
 
 class Sides:
-    """All sides. The scores of the first call are compared with those of sentence-transformers.
+    """All sides. The scores of the first call are compared with the scores of sentence-transformers.
 
     Attributes:
         sides: The sides, the ceiling first.
@@ -266,7 +267,7 @@ class Sides:
         self._want = self._predict(calls[0].pairs, 1)
 
     def _open_library(self) -> Callable[[Sequence[tuple[str, str]], int], Any]:
-        """Return a function of pairs and a batch size that returns the scores, (pairs,)."""
+        """Return a function that takes pairs and a batch size, and returns the scores, (pairs,)."""
         import torch
         from sentence_transformers import CrossEncoder
 
@@ -378,7 +379,7 @@ async def query_latencies(target: str, request: bytes, seconds: float) -> list[f
 
 
 async def measure_query(server: RealServer, calls: Sequence[RankCall], seconds: float) -> dict[str, float]:
-    """Measure a query of another caller, alone and beside the 16 callers. Return the figures in seconds."""
+    """Measure a query of another caller, without and with the load of the 16 callers. Return the figures in seconds."""
     request = RankCall(calls[0].query, calls[0].documents[:1]).to_proto()
     alone = await query_latencies(server.target, request, seconds)
     read = partial(histogram, server.metrics_port, "encserve_stage_seconds", stage="compute")

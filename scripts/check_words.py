@@ -36,7 +36,8 @@ FORMS = {
     r"\bhas (?:it|them|the \w+) (?:be|do|go|made|done)\b": "use a verb with a subject",
 }
 _FORMS = {re.compile(pattern, re.I): advice for pattern, advice in FORMS.items()}
-_SHORTEST = 5  # words of a text that can have a wrong form; a shorter text is a label, such as the head of a column
+# The patterns apply to sentences of at least this many words. A shorter text is a label, such as the head of a column.
+_SHORTEST = 5
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 # Code, and names in italics such as the title of a diagram. They count as one word.

@@ -15,7 +15,7 @@ PORTS = ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_P
 
 
 class EngineFailed(Exception):
-    """A command of docker, podman or compose failed; the message contains the output of the command."""
+    """A command of docker, podman or compose failed. The message contains the output of the command."""
 
 
 class Engine:

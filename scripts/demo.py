@@ -64,7 +64,7 @@ def server(model: str) -> Iterator[tuple[int, int]]:
 
 def _shown(line: str) -> dict[str, Any]:
     """Return a line of the server's log as an object. Print errors, and the stages of the first start."""
-    if not line.startswith("{"):  # an error before the log begins
+    if not line.startswith("{"):  # an error from before the start of the JSON log
         console.print(line.rstrip(), markup=False)
         return {}
     parsed: dict[str, Any] = json.loads(line)

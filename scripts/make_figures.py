@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "docs/measurements"
 _PART = re.compile(r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->)(?P<text>.*?)(?P<end><!-- end of figures -->)", re.S)
-# The sides of the chart, and their names there.
+# The programs in the chart: the key of each program in the reports, and its label in the chart.
 _CHART = {
     "encserve-64": "encserve",
     "triton": "Triton",
@@ -66,7 +66,7 @@ def with_quartiles(spread: Mapping[str, float] | None, digits: int = 2) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration in ms: one digit after the point below 10 ms."""
+    """Return a duration in ms. A duration below 10 ms has one digit after the decimal point."""
     return f"{1000 * seconds:.1f}" if seconds < 0.01 else f"{1000 * seconds:,.0f}"
 
 
@@ -85,7 +85,7 @@ def versions_of(packages: Mapping[str, str]) -> str:
 
 
 def sides(report: Report, ours: str = "", ours_name: str = "") -> str:
-    """Return the table of a comparison. With the name of our side, a column has its ratio to each other program."""
+    """Return the table of a comparison. If `ours` names a side, a column has the ratio of `ours` to each side."""
     found = report["sides"].values()
     has_p50 = any(side["p50_seconds"] for side in found)
     head = ["side", "tokens/s", "ratio to the ceiling"]
@@ -117,7 +117,7 @@ def rerank(report: Report) -> str:
     if query := report["query_seconds"]:
         text += (
             f"\n\nAnother caller ranks one document. Its p99 is {milliseconds(query['p99_alone'])} ms alone, and "
-            f"{milliseconds(query['p99_beside'])} ms beside the 16 callers. "
+            f"{milliseconds(query['p99_beside'])} ms while the 16 callers also rank. "
             f"A batch takes {milliseconds(query['batch_p95'])} ms (p95)."
         )
     return text
@@ -180,7 +180,8 @@ def _points(
 ) -> str:
     """Return a table of a part of bench/scaling.py, and its caption.
 
-    The table has a row for each figure, and a column for each measured point of `columns`; for None, for each point.
+    The table has a row for each figure, and a column for each measured point of `columns`. If `columns` is None,
+    each point has a column.
     """
     known = sorted({point[by] for point in report[part]})
     shown = known if columns is None else [it for it in columns if it in known]
@@ -206,7 +207,7 @@ def load(report: Report) -> str:
 
 
 def calls(report: Report) -> str:
-    """Return the table of calls a second of a server that runs no model."""
+    """Return the table of calls/s of a server that runs no model."""
     rows = {
         "calls/s": "calls_per_second",
         "sequences/s": "sequences_per_second",
@@ -244,7 +245,7 @@ def exports(report: Report) -> str:
 
 
 def bulk(report: Report) -> str:
-    """Return the table of the comparison of jobs over files."""
+    """Return the table that compares a job over files with the ceiling and with sentence-transformers."""
     return sides(report, "job", "the job in float32")
 
 

@@ -19,7 +19,7 @@ def render(values: Mapping[str, Any], name: str = "encserve", namespace: str = "
     """Return the chart's resources as YAML, as `helm template NAME --namespace NAMESPACE` prints them.
 
     Args:
-        values: The values besides those of values.yaml.
+        values: The values that replace default values of values.yaml.
         name: The name of the release.
         namespace: The namespace of the release.
 

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the links that leave docs/. `mkdocs.yml` names this file.
+"""Hooks of mkdocs for links to files outside docs/. `mkdocs.yml` names this file.
 
 The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md, CONTRIBUTING.md
 and RATIONALE.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.
@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, file
 
 
 def _in_site(found: re.Match[str], page: str) -> str:
-    """Return a link for the site, or the text of a link to a file that the site does not have. Code stays the same."""
+    """Return a link for the site. If the site does not have the file, return only the link's text. Keep code."""
     if found["path"] is None:
         return found[0]
     source = _SOURCES.get(page, f"docs/{page}")  # the path of the Markdown file in the repository

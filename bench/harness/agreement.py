@@ -58,7 +58,7 @@ def compare_rows(
 
 
 def probe_indices(lengths: Sequence[int]) -> list[int]:
-    """Return the indices of the sequences to compare. The longest sequence detects a side that truncates."""
+    """Return the indices of the sequences to compare. The longest sequence shows whether a side truncates."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     count = min(COMPARED_SEQUENCES, len(order))
     return [order[round(rank)] for rank in np.linspace(0, len(order) - 1, count)]

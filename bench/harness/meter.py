@@ -34,7 +34,7 @@ def histogram(port: int, name: str, **labels: str) -> dict[float, float]:
 
 
 def percentile_between(before: Mapping[float, float], after: Mapping[float, float], percent: float) -> float:
-    """Return a percentile of the values between two readings of a histogram, interpolated within a bucket."""
+    """Return a percentile of the values that a histogram got between two readings. Interpolate within a bucket."""
     counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
     wanted, low, below = percent / 100 * max(counts.values()), 0.0, 0.0
     for bound, count in counts.items():
@@ -45,7 +45,7 @@ def percentile_between(before: Mapping[float, float], after: Mapping[float, floa
 
 
 class Meter:
-    """The server's own figures between the first and the last reading of its metrics page."""
+    """The increase of the server's figures between the first and the last reading of the metrics page."""
 
     def __init__(self, port: int) -> None:
         """Set the port of the metrics page on this machine."""

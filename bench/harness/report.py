@@ -140,7 +140,7 @@ def warnings(load_before: float, found: Found) -> list[str]:
     ceiling = spread([run.tokens_per_second for run in found[CEILING]])
     width = (ceiling.high - ceiling.low) / ceiling.median
     if width > NOISY_CEILING:
-        texts.append(f"the quartiles of the ceiling's tokens/s over the rounds differ by {width:.0%} of the median")
+        texts.append(f"the ceiling's tokens/s varied between rounds: the quartiles differ by {width:.0%} of the median")
     return texts
 
 

@@ -160,7 +160,7 @@ def _tokens_per_second(measurement: Measurement) -> float:
 def ratios(
     numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """Return one ratio per round: a number of one side, divided by the number of another. Skip missing numbers."""
+    """Return one ratio per round: the figure of a side, divided by the figure of another side. Skip missing figures."""
     pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 

@@ -41,7 +41,7 @@ class Workload:
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """Return the bundle, an exported model. `model` is NAME, NAME@VERSION or None.
+    """Return a bundle. A bundle is an exported model. `model` is NAME, NAME@VERSION or None.
 
     NAME means the newest version of a model. None means the newest version of the first model.
 
@@ -71,8 +71,8 @@ def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workl
     """Make texts of random words. Each word is one token. A text's length includes special tokens.
 
     Raises:
-        ValueError: The model has no tokenizer, no word is a single token, or the tokenizer makes another number of
-            tokens.
+        ValueError: The model has no tokenizer, or no word is a single token. Or a length is too small, or the
+            tokenizer makes more or fewer tokens than the length.
     """
     if bundle.tokenizer_file is None:
         raise ValueError(f"{bundle.name} has no tokenizer, so it does not take texts")

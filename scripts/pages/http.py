@@ -35,7 +35,7 @@ If a field has several meanings, the table names the routes of each meaning.
 REPLIES = """
 ## Fields of replies
 
-`[]` stands for each element of a list. If a reply is a list, its fields begin with `[]`.
+`[]` means each element of a list. If a reply is a list, its fields begin with `[]`.
 
 | field | type | meaning |
 |---|---|---|
@@ -122,7 +122,7 @@ def _type(schema: Schema) -> str:
 
 
 def _table(fields: Mapping[str, Mapping[Meaning, list[str]]], *, with_routes: bool = False) -> str:
-    """Return the rows of a table. A field has its routes if it has several meanings, or with `with_routes`."""
+    """Return the rows of a table. A row names routes if its field has several meanings, or if `with_routes` is true."""
     rows = (_rows(name, meanings, with_routes or len(meanings) > 1) for name, meanings in sorted(fields.items()))
     return "".join(itertools.chain.from_iterable(rows))
 

@@ -11,8 +11,8 @@ HEAD = f"""\
 
 Every metric of `encserve-server`, written from the code by `make docs`. The server publishes the metrics on
 `http://HOST:METRICS_PORT/metrics`, in the formats of Prometheus and OpenMetrics. Every label set exists with the value
-0 before the first request. `model` and `version` name served models. With `--trust-fairness-id`, values of `caller`
-come from a header of the calls, at most 128 values. All other label values come from the server.
+0 before the first request. `model` and `version` name served models. With `--trust-fairness-id`, a header of the
+calls sets the value of `caller`. The header can add at most 128 values. All other label values come from the server.
 
 Histograms of requests and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
 Dashboards and objectives: [Monitor](../how-to/monitor.md). Alerts: [Alerts](alerts.md).

@@ -11,9 +11,9 @@ from encserve_server.settings import SECTIONS, Settings
 HEAD = """\
 # Settings
 
-Every setting of `encserve-server`, written from the code by `make docs`. A flag beats its environment variable, and the
-variable beats the default. With an invalid value the server does not start; the error names the setting, the allowed
-values and the given value. `encserve-server --help` prints the same settings.
+Every setting of `encserve-server`, written from the code by `make docs`. A flag takes precedence over its environment
+variable, and the variable takes precedence over the default. With an invalid value, the server does not start. The
+error names the setting, the allowed values and the given value. `encserve-server --help` prints the same settings.
 """
 TABLE = """
 ## {}

@@ -116,7 +116,7 @@ def test_a_peer_that_computes_something_else_is_unavailable() -> None:
 
     rows = np.array([[1.0, 0.0], [0.0, 2.0]])
     assert peers.check_peer("peer", setting(rows), [0], [rows], []) == {"side": 0}
-    for array, message in ((2 * rows, "computes other values: off by"), (rows[:1], "gives other shapes")):
+    for array, message in ((2 * rows, "computes other values: a row differs by"), (rows[:1], "gives other shapes")):
         with pytest.raises(PeerUnavailable, match=f"^peer: side {message}"):
             peers.check_peer("peer", setting(array), [0], [rows], [])
 

@@ -1,7 +1,7 @@
-"""Runs the benchmark commands of the pages, with a small model, in a folder with the names of the pages.
+"""Runs the benchmark commands from pages of the docs, with a small model.
 
-Each command runs with the words of its page. `SMALLER` appends smaller numbers, and `CONSTANTS` has smaller numbers
-without an option. The tests do not check the speeds.
+Each command has the arguments from its page, and then the arguments of `SMALLER`, which shorten the run. `CONSTANTS`
+has smaller values for constants that have no option. The tests do not check the speeds.
 """
 
 import contextlib
@@ -79,7 +79,8 @@ def form(words: list[str]) -> frozenset[str]:
 def commands() -> dict[str, list[list[str]]]:
     """Return the arguments of the commands of the pages, by program.
 
-    Left out are commands with the form of another command, and commands with fewer options than another command.
+    If several commands have the same `form`, only the last is returned. A command is left out if another command has
+    all its options and further options.
     """
     found: dict[str, dict[frozenset[str], list[str]]] = {}
     for page in PAGES:
@@ -97,7 +98,7 @@ def commands() -> dict[str, list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the commands name. Beside it is the checkout `before`."""
+    """A folder with the files that the commands name. The folder `before` next to this folder has the server."""
     folder = tmp_path_factory.mktemp("bench") / "here"
     directory = write_model(folder / "DIRECTORY")
     for name in (MODEL, "my-encoder"):

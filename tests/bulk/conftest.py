@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 from embed_jobs import export_small_encoder
+from fake_encoder import service
 from tiny_bundle import write_bundle
 from tiny_heads import every_kind, words
+
+__all__ = ["encoder", "service", "tiny"]
 
 
 @pytest.fixture(scope="session")

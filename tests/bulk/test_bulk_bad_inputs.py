@@ -6,22 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
-from command import inputs
-from embed_jobs import check_rows, output_of, part_names, run, said, short_texts, write_corpus
+from command import inputs, table_of
+from embed_jobs import check_rows, part_names, run, said, short_texts, write_corpus
 from pyarrow import parquet
 
 SOME_REJECTED = 3
 MOUNT, UNMOUNT = (shutil.which(it) or it for it in ("mount", "umount"))
-
-
-def truncated(path: Path) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) * 2 // 3])
 
 
 def damaged(path: Path) -> None:
@@ -31,35 +25,6 @@ def damaged(path: Path) -> None:
     end = text.dictionary_page_offset + text.total_compressed_size
     data[end - 2000 : end] = bytes(2000)
     path.write_bytes(data)
-
-
-def renamed(path: Path) -> None:
-    parquet.write_table(parquet.read_table(path).rename_columns(["id", "body"]), path)
-
-
-def numbers(path: Path) -> None:
-    parquet.write_table(pa.table({"id": [1, 2], "text": [1.5, 2.5]}), path)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "problem"),
-    [
-        (truncated, "corpus-001.parquet: cannot be read"),
-        (renamed, "corpus-001.parquet: has no column 'text'; the columns are 'id', 'body': choose one with --column"),
-        (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
-    ],
-)
-def test_an_unreadable_file_stops_the_job_before_any_output(
-    encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str
-) -> None:
-    """If the second of three input files is not readable, `encserve embed` fails and writes no output."""
-    corpus = write_corpus(tmp_path / "texts", 3000, files=3)
-    spoil(corpus[1])
-    done = run("embed", *inputs(*corpus), "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
-    assert done.returncode == 1
-    assert problem in done.stderr
-    assert len(said(done.stderr)) == 1, done.stderr
-    assert not (tmp_path / "vectors").exists()
 
 
 def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_path: Path) -> None:
@@ -77,7 +42,7 @@ def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_p
     done = run(*command)
     assert done.returncode == SOME_REJECTED, done.stderr
     assert "1 of them made before" in done.stdout
-    check_rows(output_of(tmp_path / "vectors"), short_texts(3000))
+    check_rows(table_of(tmp_path / "vectors"), short_texts(3000))
 
 
 def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
@@ -93,7 +58,7 @@ def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
     arguments = ["embed", *inputs(source), "--output", f"{tmp_path}/vectors/", "--bundle", str(encoder)]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == SOME_REJECTED, done.stderr
-    assert output_of(tmp_path / "vectors")["text"].to_pylist() == ["w1", None, "w2"]
+    assert table_of(tmp_path / "vectors")["text"].to_pylist() == ["w1", None, "w2"]
 
 
 def test_a_damaged_bundle(encoder: Path, tmp_path: Path) -> None:
@@ -142,12 +107,12 @@ def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
         assert len(said(done.stderr)) == 1, done.stderr
         names = part_names(disk / "vectors")
         assert 0 < len(names) < 12
-        assert len(output_of(disk / "vectors")) == 1000 * len(names)
+        assert len(table_of(disk / "vectors")) == 1000 * len(names)
         assert not list((disk / "vectors").glob(".*"))
         mount(disk, "remount,size=50m")
         done = run(*command)
         assert done.returncode == SOME_REJECTED, done.stderr
-        check_rows(output_of(disk / "vectors"), short_texts(12_000))
+        check_rows(table_of(disk / "vectors"), short_texts(12_000))
 
 
 def test_a_read_only_disk(encoder: Path, tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command import inputs
+from command import inputs, table_of
 from embed_jobs import (
     MOST_SECONDS,
     check_rows,
     digests,
     kill,
-    output_of,
     part_names,
     run,
     running,
@@ -106,7 +105,7 @@ def killed_at_random(rows: int, corpus: Path, output: Path, bundle: Path, part_s
 
 
 def test_the_output_has_every_row_once_in_order(rows: int, alone: Done) -> None:
-    check_rows(output_of(alone.output), short_texts(rows))
+    check_rows(table_of(alone.output), short_texts(rows))
 
 
 def test_a_job_killed_five_times_gives_the_same_bytes(
@@ -139,11 +138,11 @@ def test_two_simultaneous_runs_of_a_job(encoder: Path, tmp_path: Path) -> None:
         for process in (one, other):
             _, err = process.communicate(timeout=MOST_SECONDS)
             assert (process.returncode, said(err)) == (SOME_REJECTED, [])
-    check_rows(output_of(tmp_path / "both"), short_texts(20_000))
+    check_rows(table_of(tmp_path / "both"), short_texts(20_000))
 
 
 class SlowBackend(LocalBackend):
-    """A LocalBackend whose first `open` first calls `other()`, which starts the same job. Then it opens the model."""
+    """A LocalBackend that starts the same job with `other()` before it opens the model for the first time."""
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

@@ -145,7 +145,7 @@ async def test_only_a_line_feed_ends_a_text(service: FakeEncoder, tmp_path: Path
 
 
 def test_calls_that_are_not_sent_in_time_are_errors(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # the deadline for sending is over from the start
+    monkeypatch.setattr(generator, "GRACE_SECONDS", -60)  # the deadline for sending has passed before the first call
     body = json.loads(bench(server, "--rate", 100, "--json", status=1).stdout)
     [run] = body["runs"]
     [error] = run["errors"]

@@ -1,4 +1,4 @@
-"""Tests of the search for a bundle, as --bundle does it. A bundle is the folder of an exported model.
+"""Tests of the search for the bundle that --bundle names. A bundle is the folder of an exported model.
 
 The argument is a bundle, a model's folder, a URI, a checkpoint, or a name on the Hugging Face hub.
 """
@@ -27,9 +27,10 @@ Exports = Callable[[], list[str]]
 
 
 class Steps:
-    """A `Work` that keeps what it gets."""
+    """A `Work` that stores all stages, notes and details. `stage` calls `on_stage`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stage: Callable[[str], None] = lambda _: None) -> None:
+        self.on_stage = on_stage
         self.stages: list[str] = []
         self.notes: list[str] = []
         self.details: list[str] = []
@@ -37,12 +38,23 @@ class Steps:
     def stage(self, text: str, fraction: float | None = None) -> None:
         del fraction
         self.stages.append(text)
+        self.on_stage(text)
 
     def note(self, line: str) -> None:
         self.notes.append(line)
 
     def detail(self, line: str) -> None:
         self.details.append(line)
+
+
+def stop_at(beginning: str) -> Steps:
+    """Make a `Work` that stops at the first stage whose text starts with `beginning`."""
+
+    def stop(text: str) -> None:
+        if text.startswith(beginning):
+            raise Stopped
+
+    return Steps(stop)
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +157,7 @@ def test_a_checkpoint_is_exported_once(
 ) -> None:
     """The exporter writes the bundle of a checkpoint to the user's cache. A second call uses this bundle.
 
-    The key is the content of the files that an export reads. Nothing is written to stdout.
+    If a file that an export reads has changed, the exporter writes another bundle. Nothing is written to stdout.
     """
     checkpoint = make_checkpoint(tmp_path / "my encoder")
     bundle = find_bundle("my encoder")
@@ -232,14 +244,9 @@ def test_a_broken_bundle_is_made_again(tmp_path: Path, exports: Exports, damage:
 
 
 def test_a_stop_ends_the_export_and_leaves_nothing(tmp_path: Path, exports: Exports, cache: Path) -> None:
-    class Impatient(Steps):
-        def stage(self, text: str, fraction: float | None = None) -> None:
-            super().stage(text, fraction)
-            if text.startswith("exporting"):
-                raise Stopped
-
+    model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
     with pytest.raises(Stopped):
-        prepare(read_model(str(make_checkpoint(tmp_path / "my-encoder"))), ExportOptions(), Impatient())
+        prepare(model, ExportOptions(), stop_at("exporting"))
     assert entries(cache) == []
 
 
@@ -250,17 +257,11 @@ def test_two_processes_make_a_bundle_once(tmp_path: Path, exports: Exports, cach
     entry = bundle.parent.parent
     entry.rename(cache / "elsewhere")
     waiting = threading.Event()
-
-    class Waiting(Steps):
-        def stage(self, text: str, fraction: float | None = None) -> None:
-            super().stage(text, fraction)
-            if text.startswith("waiting for another process"):
-                waiting.set()
-
+    work = Steps(lambda text: waiting.set() if text.startswith("waiting for another process") else None)
     found: list[Path] = []
     with (cache / f".{entry.name}.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        thread = threading.Thread(target=lambda: found.append(prepare(model, ExportOptions(), Waiting())))
+        thread = threading.Thread(target=lambda: found.append(prepare(model, ExportOptions(), work)))
         thread.start()
         assert waiting.wait(60)
         (cache / "elsewhere").rename(entry)
@@ -309,23 +310,26 @@ def test_without_pytorch_the_error_names_the_commands(tmp_path: Path, monkeypatc
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     with pytest.raises(ValueError, match="needs PyTorch") as error:
         find_bundle(str(checkpoint))
-    assert 'pip install "encserve[export]"' in str(error.value)
-    assert f"encserve pull {checkpoint} --to models" in str(error.value)
+    assert str(error.value) == (
+        f"--bundle {checkpoint} is a checkpoint and must be exported first. The export needs PyTorch (1.4 GB on disk "
+        'for the CPU build). Install PyTorch with: pip install "encserve[export]". Or run `encserve pull '
+        f"{checkpoint} --to models` on another machine, and use models/my-encoder here"
+    )
 
 
 def test_an_export_that_needs_more_memory_than_the_machine_has_is_refused(
     tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, 400 MB of float16 weights take 800 MB. An export takes 3 times 800 MB, plus 1.03 GB."""
+    """In float32, 40 MB of float16 weights take 80 MB. An export takes 3 times 80 MB, plus 1.03 GB."""
     checkpoint = make_checkpoint(tmp_path / "my-encoder")
     (checkpoint / "config.json").write_text('{"torch_dtype": "float16"}')
     with (checkpoint / "model.safetensors").open("wb") as file:
-        file.truncate(400_000_000)
-    monkeypatch.setattr(exporting, "usable_bytes", lambda: 3_300_000_000)
-    with pytest.raises(ValueError, match=r"needs up to 3\.4 GB of memory, but this machine or container has 3\.3 GB"):
+        file.truncate(40_000_000)
+    monkeypatch.setattr(exporting, "usable_bytes", lambda: 1_240_000_000)
+    with pytest.raises(ValueError, match=r"needs up to 1\.3 GB of memory, but this machine or container has 1\.2 GB"):
         find_bundle(str(checkpoint))
     assert exports() == []
-    monkeypatch.setattr(exporting, "usable_bytes", lambda: 3_600_000_000)
+    monkeypatch.setattr(exporting, "usable_bytes", lambda: 1_300_000_000)
     find_bundle(str(checkpoint))
 
 
@@ -351,7 +355,7 @@ def test_the_copy_of_a_uri_is_found_without_the_store(tmp_path: Path, cache: Pat
     bundle = prepare(model, ExportOptions(), Steps())
     pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
     shutil.rmtree(tmp_path / "remote")
-    (tmp_path / "remote").symlink_to("remote")  # a loop: every read is an OSError
+    (tmp_path / "remote").symlink_to("remote")  # the link points to itself, so every read raises OSError
     work = Steps()
     assert prepare(model, ExportOptions(), work) == bundle
     assert pull(model, ExportOptions(), tmp_path / "models", "1", work) == pulled
@@ -363,13 +367,7 @@ def test_the_copy_of_a_uri_is_found_without_the_store(tmp_path: Path, cache: Pat
 
 
 def test_a_copy_names_its_stage_and_can_be_stopped(tmp_path: Path, cache: Path) -> None:
-    class Impatient(Steps):
-        def stage(self, text: str, fraction: float | None = None) -> None:
-            super().stage(text, fraction)
-            if text.startswith("copying "):
-                raise Stopped
-
-    work = Impatient()
+    work = stop_at("copying ")
     with pytest.raises(Stopped):
         prepare(read_model(f"file://{write_bundle(tmp_path / 'remote')}"), ExportOptions(), work)
     assert work.stages[-1].endswith(" MB")

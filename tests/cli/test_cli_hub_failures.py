@@ -1,4 +1,4 @@
-"""A hub that does not answer, or breaks off. A finished bundle is found without the hub."""
+"""Tests with a hub that does not answer or cuts connections. A finished bundle is found without the hub."""
 
 import contextlib
 import shutil
@@ -38,7 +38,7 @@ class Machine:
     folder: Path
 
     def find(self, **more: str) -> "subprocess.CompletedProcess[str]":
-        """Find or make the bundle of the model in a process of its own. `more` are environment variables."""
+        """Find or make the bundle of the model in a separate process. `more` are environment variables."""
         variables = {
             **hub_variables(self.hub.endpoint, self.folder / "hf"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),

@@ -13,32 +13,21 @@ from hypothesis import strategies as st
 from encserve_cli.load.calls import Call, Request, random_calls, text_calls
 from encserve_cli.load.lengths import read_lengths, real_text_lengths, sample_lengths
 from encserve_cli.load.results import NOT_SENT, Load, LoadResult, percentile, summarize
-from encserve_client import ModelInfo, Pooling
+from encserve_client import Pooling
+from encserve_client._logic.answers import model_info
 from encserve_proto.v1 import encoder_pb2 as pb
 
-INFO = ModelInfo(
-    name="tiny",
-    version="1",
-    fingerprint="f",
-    is_default=True,
-    d_model=4,
-    n_layers=1,
-    n_heads=1,
-    vocab_size=10,
-    max_sequence_tokens=8,
-    has_tokenizer=True,
-    special_token_ids=(0, 1, 2),
-    pooling="mean",
-    l2_normalize=False,
-    provider="CPUExecutionProvider",
-    precision="float32",
-    max_request_sequences=4,
-    max_request_tokens=100,
-    max_text_bytes=20,
-    max_request_bytes=2**20,
-    max_response_bytes=2**20,
-    ready=True,
-    not_ready_reason="",
+INFO = model_info(
+    pb.ModelInfo(
+        name="tiny",
+        version="1",
+        d_model=4,
+        vocab_size=10,
+        max_sequence_tokens=8,
+        has_tokenizer=True,
+        special_token_ids=(0, 1, 2),
+        max_request_sequences=4,
+    )
 )
 VECTORS = dataclasses.replace(INFO, input_kind="embeddings", has_tokenizer=False, vocab_size=0, special_token_ids=())
 CALLERS, RATE = Load(concurrency=1), Load(rate_per_second=50, seconds=398, warmup_seconds=2, seed=3)

@@ -44,8 +44,7 @@ def hold_from(service: FakeEncoder, first: int) -> asyncio.Event:
     return go_on
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize(("output", "columns"), [("v.npy", 80), ("vectors/", 140)], ids=OUTPUTS)
 async def test_progress_moves_with_the_first_reply(
     service: FakeEncoder, source: Path, output: str, columns: int
 ) -> None:
@@ -113,9 +112,8 @@ async def test_ctrl_c_ends_an_inspection(service: FakeEncoder, tmp_path: Path) -
         assert it.lines[-1] == "stopped"
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-async def test_lines_on_a_terminal_have_no_bar(service: FakeEncoder, source: Path, columns: int) -> None:
-    with terminal(*arguments(service, source, "-"), columns=columns, cwd=source.parent) as it:
+async def test_lines_on_a_terminal_have_no_bar(service: FakeEncoder, source: Path) -> None:
+    with terminal(*arguments(service, source, "-"), cwd=source.parent) as it:
         assert await asyncio.to_thread(it.wait) == 0
         assert not any("texts/s" in line for line in it.lines)
 

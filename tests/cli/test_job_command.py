@@ -26,7 +26,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
-from command import TERMINAL, encserve, inputs
+from command import TERMINAL, encserve, inputs, rejected_of, table_of
 from fake_clock import FakeClock
 from fake_encoder import FakeEncoder, Refused
 from waiting import until
@@ -81,11 +81,6 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_texts(path: Path, texts: Sequence[str] = TEXTS) -> Path:
     path.write_text("".join(f"{it}\n" for it in texts), encoding="utf-8")
     return path
-
-
-def table_of(folder: Path) -> pyarrow.Table:
-    """Return the rows of all parts in a folder as one table. The parts are sorted by file name."""
-    return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 
 def files_in(folder: Path) -> dict[str, int]:
@@ -223,14 +218,16 @@ async def test_another_job_is_overwritten(
 ) -> None:
     """A second job with other inputs and --overwrite removes the parts of the first job.
 
-    A file that no job wrote stays in the folder.
+    A file that no job wrote stays in the folder. The names of Spark's files also begin with part-.
     """
     other = write_texts(tmp_path / "other.txt", ["one more"])
+    folder.mkdir()  # noqa: ASYNC240
+    (folder / "part-00000-3f2a-c000.snappy.parquet").touch()
     await encserve(service, "embed", *inputs(source), *output)
-    (folder / "notes").touch()
     await encserve(service, "embed", *inputs(other), *output, "--overwrite")
-    assert table_of(folder)["text"].to_pylist() == ["one more"]
-    assert "notes" in files_in(folder)
+    part = "part-00000-000000.parquet"
+    assert files_in(folder).keys() == {"_job.json", part, "part-00000-3f2a-c000.snappy.parquet"}
+    assert pyarrow.parquet.read_table(folder / part)["text"].to_pylist() == ["one more"]
 
 
 async def test_rejected_rows_are_counted_and_named(
@@ -238,14 +235,14 @@ async def test_rejected_rows_are_counted_and_named(
 ) -> None:
     """If the server rejects a row, the command names the row and exits with status 3.
 
-    A second run has nothing to compute, and also exits with status 3.
+    A second run has nothing to compute, and also exits with status 3. An empty text has a vector.
     """
-    source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG])
+    source = write_texts(tmp_path / "texts.txt", [*TEXTS, TOO_LONG, ""])
     command = ("embed", *inputs(source), *output)
     result = await encserve(service, *command, status=3)
     assert f"rejected: 1 row, such as {source}, line 26: has 72 tokens" in result.stdout
     assert f"{folder}/_rejected has the reasons" in result.stdout
-    assert table_of(folder)["vector"].to_pylist()[-1] is None
+    assert [it is None for it in table_of(folder)["vector"].to_pylist()[-2:]] == [True, False]
     again = await encserve(service, *command, status=3)
     assert "rejected: 1 row\n" in again.stdout
 
@@ -262,9 +259,14 @@ async def test_too_many_rejected_rows_fail_the_job(
 async def test_a_failure_is_one_line(
     service: FakeEncoder, tmp_path: Path, source: Path, output: tuple[str, str], folder: Path
 ) -> None:
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"no parquet")
+    table = write_texts(tmp_path / "table.csv", ["n,m", "1,2"])
     for arguments, told in (
         ([*inputs(source), "--model", "none"], "'none' is not loaded"),
-        (inputs(tmp_path / "missing.txt"), "missing.txt"),
+        (inputs(source, tmp_path / "missing.txt"), "missing.txt"),
+        (inputs(source, broken), "broken.parquet: cannot be read as Parquet: "),
+        (inputs(source, table), "table.csv, line 1: has no column 'text'; the columns are 'n', 'm'"),
         ([*inputs(source), "--keep", "id"], "--keep is for"),
     ):
         result = await encserve(service, "embed", *arguments, *output, status=1)
@@ -631,9 +633,10 @@ def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callabl
 
 
 def test_ctrl_c_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> None:
-    """A batch does not end. One second after Ctrl-C, the process ends and leaves no part of the output file."""
+    """A batch does not end. Soon after Ctrl-C, the process ends and leaves no part of the output file."""
     exits = Exits(tmp_path)
     monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr("encserve_cli.interrupts._LONGEST_STOP_SECONDS", 0.1)
     monkeypatch.setattr(encoding, "_BLOCK_INPUTS", 4)
     begun, all_threads_begin = itertools.count(), threading.Barrier(3)
 
@@ -675,9 +678,10 @@ def test_ctrl_c_ends_the_search_for_finished_parts(
 def test_ctrl_c_ends_a_job_whose_batch_takes_long(
     run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch does not end. One second after Ctrl-C, the process prints the usual line and ends with status 130."""
+    """A batch does not end. Soon after Ctrl-C, the process prints the usual line and ends with status 130."""
     exits = Exits(folder.parent)
     monkeypatch.setattr(os, "_exit", exits.end)
+    monkeypatch.setattr("encserve_cli.interrupts._LONGEST_STOP_SECONDS", 0.1)
     monkeypatch.setattr(rows, "_READ_BYTES", 32)  # so that a part has several batches
     result = run_words(Words(lambda words: exits.wait_after_ctrl_c(words) if words.encoded else None))
     assert exits.statuses == [130]
@@ -875,18 +879,6 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     assert done.stdout == "[]\n"
 
 
-async def test_only_files_of_jobs_are_removed(
-    service: FakeEncoder, source: Path, folder: Path, output: tuple[str, str]
-) -> None:
-    """--overwrite keeps Parquet files of other programs. The names of Spark's files also begin with part-."""
-    folder.mkdir()  # noqa: ASYNC240
-    theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
-    await encserve(service, "embed", *inputs(source), *output)
-    await encserve(service, "embed", *inputs(source), *output, "--overwrite")
-    assert theirs.exists()
-
-
 @pytest.mark.parametrize(
     "name", ["link/part-00000-000000.parquet", "to-a-part.parquet", "vectors/_rejected/part.jsonl"]
 )
@@ -966,7 +958,6 @@ async def test_a_job_accepts_the_same_files_with_another_path_or_time(
 async def test_a_new_file_with_the_name_of_a_renamed_file_needs_add_inputs(
     service: FakeEncoder, tmp_path: Path, output: tuple[str, str], source: Path, folder: Path
 ) -> None:
-    """The input is renamed, and a new file takes the old name. The new file needs --add-inputs."""
     await encserve(service, "embed", *inputs(source), *output)
     renamed = source.rename(tmp_path / "renamed.txt")  # noqa: ASYNC240
     write_texts(source, ["new"])
@@ -1005,7 +996,10 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
 def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
-    """A job begins in the folder while another job loads its model. The slower job needs equal settings."""
+    """A job begins in the folder while another job loads its model.
+
+    The slower job fails if its settings or inputs differ.
+    """
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
     files = [str(source), str(other)] if change == "inputs" else [str(source)]
@@ -1102,7 +1096,10 @@ def test_a_part_of_another_column_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["part-00000-000003.parquet", "part-00001-000000.parquet"])
 def test_a_part_after_the_last_part_is_refused(run_words: Callable[..., Result], folder: Path, name: str) -> None:
-    """The file has a part number after the last part. Readers of the folder would read the rows of this file."""
+    """The folder has a file whose name sorts after the last part.
+
+    Readers of the folder would read the rows of this file.
+    """
     run_words(Words())
     shutil.copy(folder / "part-00000-000002.parquet", folder / name)
     result = run_words(Words())
@@ -1132,22 +1129,8 @@ async def test_an_empty_line_is_a_text_in_jobs_and_in_files(
     np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), np.load(tmp_path / "vectors.npy"))
 
 
-async def test_rejected_rows_keep_their_text(
-    service: FakeEncoder, tmp_path: Path, output: tuple[str, str], folder: Path
-) -> None:
-    source = tmp_path / "texts.jsonl"
-    source.write_text(json.dumps(TOO_LONG) + '\nnull\n""\n')
-    await encserve(service, "embed", *inputs(source), *output, status=3)
-    table = table_of(folder)
-    assert table["text"].to_pylist() == [TOO_LONG, None, ""]
-    assert [it is None for it in table["vector"].to_pylist()] == [True, True, False]
-    lines = [json.loads(line) for line in (folder / "_rejected/part-00000-000000.jsonl").read_text().splitlines()]
-    assert [(it["file"], it["row"]) for it in lines] == [(str(source), 1), (str(source), 2)]
-
-
 @pytest.mark.parametrize("suffix", [".txt", ".csv"])
 def test_shards_do_a_job_together(tmp_path: Path, folder: Path, suffix: str) -> None:
-    """Each of three commands does its share. Afterwards no part is missing."""
     texts = [f"text {i}" for i in range(150)]
     source = write_texts(tmp_path / f"texts{suffix}", ["text", *texts] if suffix == ".csv" else texts)
     rows = 0
@@ -1183,8 +1166,8 @@ def test_a_folder_and_a_file_with_names_that_are_not_utf8(tmp_path: Path) -> Non
             assert job.run().rejected == 1
     output = output.rename(tmp_path / "out")
     assert table_of(output)["text"].to_pylist() == [*TEXTS, "bad"]
-    [line] = (output / "_rejected/part-00000-000002.jsonl").read_text().splitlines()
-    assert json.loads(line)["file"] == str(source)
+    assert [it["file"] for it in rejected_of(output)] == [str(source)]
+    assert [it.name for it in (output / "_rejected").iterdir()] == ["part-00000-000002.jsonl"]
 
 
 def test_events_name_files_whose_names_are_not_utf8(run_words: Callable[..., Result], tmp_path: Path) -> None:
@@ -1211,11 +1194,7 @@ async def test_a_refused_input_changes_no_other_row(
         await encserve(service, *flags, *inputs(source), "--output", f"{tmp_path}/{name}/", status=status)
     rows = [row for row in table_of(tmp_path / "all").to_pylist() if row["text"] != TOO_LONG]
     assert rows == table_of(tmp_path / "good").to_pylist()
-    rejected = [
-        json.loads(line)
-        for path in sorted((tmp_path / "all/_rejected").iterdir())
-        for line in path.read_text().splitlines()
-    ]
+    rejected = rejected_of(tmp_path / "all")
     assert [it["row"] for it in rejected] == [index + 1 for index in sorted(bad)]
     assert {it["reason"] for it in rejected} == {"has 72 tokens; the model takes at most 64"}
 
@@ -1251,8 +1230,7 @@ async def test_an_input_that_crashes_the_server_is_rejected(
     assert [it is None for it in table_of(folder)["vector"].to_pylist()] == [index in bad for index in range(25)]
     assert crashes < 60
     assert "the server failed for 10 inputs: " in caplog.text
-    [line] = (folder / "_rejected/part-00000-000001.jsonl").read_text().splitlines()
-    assert json.loads(line)["row"] == 13
+    assert [it["row"] for it in rejected_of(folder)] == [4, 13]
 
 
 async def test_a_server_that_crashed_once_rejects_no_row(

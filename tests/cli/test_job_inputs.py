@@ -187,7 +187,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path, suffix: str) -> None:
 
 
 def test_large_dictionary_texts_are_decoded_in_small_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large texts take 200 MB in memory and 100 KB in the file. Batches have at most 16 MiB."""
+    """The large texts take 50 MB in memory and 100 KB in the file. Batches have at most 16 MiB."""
     sizes: list[int] = []
     real = pyarrow.parquet.ParquetFile.iter_batches
 
@@ -197,7 +197,7 @@ def test_large_dictionary_texts_are_decoded_in_small_batches(tmp_path: Path, mon
             yield batch
 
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", measured)
-    texts = ["short"] * 3500 + ["x" * 100_000] * 2000
+    texts = ["short"] * 3500 + ["x" * 100_000] * 500
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table({"text": texts}), path)
     assert path.stat().st_size < MIB
@@ -455,12 +455,6 @@ def test_a_later_value_that_does_not_fit_is_an_error(tmp_path: Path, its: str, v
         ValueError, match=rf"a\.jsonl, line 2: --keep x: must fit into the type {its}.*was {shown}; begin"
     ):
         kept_of(plan_of([path], ReadOptions(keep=(f"x:{its}",))))
-    table = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": ["a", "b"], "x": [2**53 + 1, None]}), table)
-    with pytest.raises(
-        ValueError, match=r"a\.parquet, row 1: --keep x: must fit into the type double.*was 9007199254740993"
-    ):
-        kept_of(plan_of([str(table)], ReadOptions(keep=("x:double",))))
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
@@ -484,7 +478,10 @@ def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> 
 def test_a_double_can_be_read_from_its_text(
     tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
 ) -> None:
-    """A double represents its shortest text, and any text with 17 digits or more that rounds to the double."""
+    """The type double accepts the shortest text of a number.
+
+    It also accepts texts of at least 17 digits that round to the number.
+    """
     texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
     path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
     kept = kept_of(plan_of([path], ReadOptions(keep=("x:double",))))["x"].to_pylist()
@@ -497,6 +494,7 @@ def test_a_double_can_be_read_from_its_text(
         (pa.array([0, 1, None, 5]), "bool", 3, "5"),
         (pa.array([0.0, 1.0, 0.5]), "bool", 2, "0.5"),
         (pa.array([float("nan"), 0.5], pa.float32()), "double", 2, ""),
+        (pa.array([1, None, 2**53 + 1]), "double", 2, "9007199254740993"),
         (pa.array(["0.1", "9007199254740993"]).dictionary_encode(), "double", 1, "9007199254740993"),
         (
             pa.array([Decimal("0.1"), None, Decimal("12345678901234567.8")], pa.decimal128(38, 18)),

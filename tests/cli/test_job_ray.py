@@ -126,7 +126,7 @@ def test_an_actor_with_another_model_ends_the_job(tmp_path: Path, corpus: list[s
     embed(corpus, tmp_path / "out", FakeBackend(fingerprint_of=tmp_path))
     for part in (tmp_path / "out").glob("part-*"):
         part.unlink()
-    (tmp_path / "out" / "part-00000-000000.parquet").touch()  # so that the job does not begin again
+    (tmp_path / "out" / "part-00000-000000.parquet").touch()  # with a part, the job continues
 
     class Changed(RayBackend):
         """A backend whose model gets another fingerprint after the first actor has loaded the model."""

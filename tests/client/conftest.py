@@ -3,16 +3,9 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from fake_encoder import Caller, FakeEncoder
+from fake_encoder import Caller, FakeEncoder, service
 
-
-@pytest.fixture
-async def service() -> AsyncIterator[FakeEncoder]:
-    """Yield a running `FakeEncoder`, and stop its server after the test."""
-    it = FakeEncoder()
-    await it.start()
-    yield it
-    await it.server.stop(None)
+__all__ = ["caller", "service"]
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -22,7 +22,7 @@ Start = Callable[..., Awaitable[FakeServer]]
 
 
 @pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Yield a function that starts a server. All started servers are stopped after the test."""
     servers: list[FakeServer] = []
 
@@ -31,6 +31,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         return servers[-1]
 
     yield start_one
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
     await asyncio.gather(*map(stop, servers))
     await asyncio.gather(*(server.channel.close() for server in servers))
 

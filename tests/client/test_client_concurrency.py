@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,10 +100,14 @@ async def test_an_async_client_refuses_another_loop(service: FakeEncoder) -> Non
     """The client refuses a call from another event loop. After that, calls in its first loop still succeed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.token_vectors([[1]])
-        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
-            await asyncio.to_thread(lambda: asyncio.run(client.token_vectors([[1]])))
-        with pytest.raises(InvalidInputError, match="the event loop of its first call: make one client per loop"):
-            await asyncio.to_thread(lambda: asyncio.run(client.raw_method("ListModels")(b"")))
+        text = "^the client belongs to the event loop of its first call: make one client per loop$"
+        calls: list[Callable[[], Any]] = [
+            lambda: client.token_vectors([[1]]),
+            lambda: client.raw_method("ListModels")(b""),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidInputError, match=text):
+                await asyncio.to_thread(lambda call: asyncio.run(call()), call)
         await client.token_vectors([[1]])
 
 
@@ -164,7 +169,7 @@ print(number)
 async def test_an_interrupt_in_grpcs_code_leaves_a_client_that_works(service: FakeEncoder, method: str) -> None:
     """SIGINT interrupts a call in gRPC's code. After SIGINT, the client can make another call and close.
 
-    In call n, SIGINT arrives when Python enters gRPC's function number n.
+    In call n, SIGINT arrives when Python enters a function of gRPC for the n-th time.
     """
     service.max_request_sequences = 2
     command = [sys.executable, "-c", INTERRUPTED, service.target, method]

@@ -233,13 +233,6 @@ def test_targets_without_a_proxy(
 # Errors of connections
 
 
-async def test_no_server(caller: Caller) -> None:
-    """A server that has never answered is retried for two seconds. The error has the cause and advice."""
-    text = await error_of(caller, f"localhost:{free_port()}", retry=RetryPolicy(initial_backoff_seconds=0.5))
-    assert "no encserve server here: connection refused. Start one, or set the target (target=, --target or EN" in text
-    assert text.endswith("(sent 3 times)")
-
-
 async def test_several_addresses_without_a_server(caller: Caller) -> None:
     ports = [free_port(), free_port()]
     text = await error_of(caller, f"ipv4:127.0.0.1:{ports[0]},127.0.0.2:{ports[1]}")
@@ -274,18 +267,10 @@ async def raw_server(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter
     server.close()
 
 
-def http_server() -> contextlib.AbstractAsyncContextManager[int]:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
-
-    return raw_server(refuse)
-
-
-@pytest.mark.parametrize("port", ["http_port", "metrics_port"])
-async def test_the_other_ports_of_a_server(caller: Caller, tmp_path: Path, port: str) -> None:
+async def test_the_http_port_of_a_server(caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
     server = await start_fake_server(tmp_path, http_port=0)
-    text = await error_of(caller, f"127.0.0.1:{getattr(server.app, port)}")
+    text = await error_of(caller, f"127.0.0.1:{server.app.http_port}")
     assert ": an HTTP server answers here, not a gRPC server: set the target (target=, --target or ENCSERVE" in text
     assert "to the server's gRPC port, 50051 by default" in text
     await server.channel.close()

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from fake_wire import FakeWire, Outcome, echo
+from fake_wire import FakeWire, Outcome, WireServer, echo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from encserve_client import (
     EncserveError,
     InvalidInputError,
     InvalidRequestError,
-    MessageTooLargeError,
     Outage,
     OverloadedError,
     ProtocolError,
@@ -29,7 +28,7 @@ from encserve_client import (
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
-from encserve_client._logic.wire import Rpc, run_without_loop
+from encserve_client._logic.wire import run_without_loop
 from encserve_client.inputs import Input
 from encserve_client.options import Options, Output, Progress
 from encserve_client.retry import OnOutage
@@ -43,27 +42,6 @@ POLICY = RetryPolicy(initial_backoff_seconds=1.0, backoff_multiplier=2.0)
 THRICE = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0)
 ONE_OUTPUT = Options()
 THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (None, 1, 2)))
-
-
-class Server:
-    """A fake server behind the fake connection `FakeWire`.
-
-    The server replies to GetModel with `info`, and to Encode with the result of `encode`.
-    """
-
-    def __init__(self, encode: Encode, **limits: Any) -> None:
-        self.encode = encode
-        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=2, max_sequence_tokens=512, **limits)
-        self.sizes: list[int] = []
-        self.n_get_model = 0
-        self.wire = FakeWire(self._answer)
-
-    def _answer(self, rpc: Rpc, request: Any) -> Outcome:
-        if rpc == "GetModel":
-            self.n_get_model += 1
-            return 0.0, pb.GetModelResponse(model=self.info)
-        self.sizes.append(len(request.inputs))
-        return self.encode(request)
 
 
 def core_of(
@@ -88,7 +66,7 @@ def core_of(
 
 def encode(
     core: Core,
-    server: Server,
+    server: WireServer,
     inputs: list[Input],
     timeout_seconds: float | None = None,
     options: Options = ONE_OUTPUT,
@@ -119,8 +97,7 @@ def failing(failures: list[Failure]) -> Encode:
     ids=["the backoff doubles", "the server's delay and 1 s of jitter", "the backoff is at most 5 s"],
 )
 def test_a_failed_message_is_sent_again(failures: list[Failure], sent: list[float]) -> None:
-    """A failed message is sent again after a backoff, until the time of the message is over."""
-    server = Server(failing(failures))
+    server = WireServer(failing(failures))
     result = encode(core_of(), server, [[5, 6]])
     assert server.wire.sent[1:] == sent  # the first request is GetModel
     assert ids_in(result) == [[5, 6]]
@@ -142,13 +119,13 @@ def test_attempts_end(
     core: Core, failures: list[Failure], error: type[EncserveError], text: str, attempts: int
 ) -> None:
     with pytest.raises(error) as caught:
-        encode(core, Server(failing(failures)), [[5]])
+        encode(core, WireServer(failing(failures)), [[5]])
     assert (str(caught.value), caught.value.attempts) == (text, attempts)
 
 
 def test_a_server_that_never_answers_gets_two_seconds() -> None:
     """The waits are 1 s and 2 s. The second wait would end after the limit of two seconds."""
-    server = Server(failing([]))
+    server = WireServer(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
         encode(core_of(), server, [[5]])
@@ -165,9 +142,9 @@ def test_a_server_that_never_answers_gets_two_seconds() -> None:
     ids=["a long outage", "a full server is there", "too short", "no outage"],
 )
 def test_an_outage_and_its_end_are_reported_once(failures: list[Failure], told: list[tuple[float, Outage]]) -> None:
-    """An outage is reported at the first failure at least half a second after the start of the outage."""
+    """The client reports an outage when a message fails at least 0.5 s after the start of the outage."""
     found = list[tuple[float, Outage]]()
-    server = Server(failing(failures))
+    server = WireServer(failing(failures))
     encode(core_of(on_outage=lambda it: found.append((server.wire.time, it))), server, [[5]])
     assert found == told
 
@@ -179,7 +156,7 @@ def test_each_of_two_outages_is_reported() -> None:
         return (0.0, DOWN) if server.wire.time % 23 < 3 else (20.0, echo(request))
 
     found = list[bool]()
-    server = Server(answer, max_request_sequences=256)
+    server = WireServer(answer, max_request_sequences=256)
     encode(core_of(on_outage=lambda it: found.append(it.is_over)), server, [[1]] * 2048)
     assert found == [False, True, False, True]
 
@@ -188,7 +165,7 @@ def test_each_call_reports_the_outage_that_it_meets() -> None:
     """The first two calls give up during an outage. The failures of the first calls do not count for the last call."""
     found = list[bool]()
     core = core_of(timeout_seconds=6.0, on_outage=lambda it: found.append(it.is_over))
-    server = Server(failing([DOWN] * 8))
+    server = WireServer(failing([DOWN] * 8))
     for _ in range(2):
         with pytest.raises(ServerUnavailableError):
             encode(core, server, [[5]])
@@ -201,7 +178,7 @@ def test_each_call_reports_the_outage_that_it_meets() -> None:
 def test_a_short_outage_after_a_call_that_gave_up_is_not_reported() -> None:
     found = list[Outage]()
     core = core_of(retry=THRICE, on_outage=found.append)
-    server = Server(failing([DOWN]))
+    server = WireServer(failing([DOWN]))
 
     def stop(done: int, total: int | None) -> None:
         raise KeyError("enough")
@@ -216,7 +193,7 @@ def test_a_short_outage_after_a_call_that_gave_up_is_not_reported() -> None:
 
 def test_a_server_that_never_answered_has_no_outage() -> None:
     found = list[Outage]()
-    server = Server(failing([]))
+    server = WireServer(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError):
         encode(core_of(on_outage=found.append), server, [[5]])
@@ -225,7 +202,7 @@ def test_a_server_that_never_answered_has_no_outage() -> None:
 
 def test_all_attempts_of_a_message_share_its_timeout() -> None:
     answers = iter([(4.0, DOWN), (99.0, None)])
-    server = Server(lambda _: next(answers))
+    server = WireServer(lambda _: next(answers))
     text = r"^Deadline Exceeded: host:1 did not answer within 6 s \(sent 2 times\)$"
     with pytest.raises(DeadlineError, match=text) as caught:
         encode(core_of(timeout_seconds=6.0), server, [[5]])
@@ -235,7 +212,7 @@ def test_all_attempts_of_a_message_share_its_timeout() -> None:
 
 def test_no_wait_exceeds_the_deadline() -> None:
     """The server asks for a retry delay that ends after the deadline. The caller gets the error immediately."""
-    server = Server(failing([FULL]))
+    server = WireServer(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])
     assert server.wire.time == 0.0
@@ -247,7 +224,7 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 
     The call succeeds after 200 s, although the timeout of a message is 30 s.
     """
-    server = Server(lambda request: (20.0, echo(request)), max_request_sequences=256)
+    server = WireServer(lambda request: (20.0, echo(request)), max_request_sequences=256)
     inputs: list[Input] = [[i + 1] for i in range(10_000)]
     assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
     assert server.wire.time == 200.0
@@ -256,13 +233,13 @@ def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
 def test_an_outage_starts_no_timeout_of_unsent_messages() -> None:
     """The server is unavailable for a short time at 40 s. The timeout of a message is 30 s.
 
-    The timeout of messages that are not sent yet must not start with this outage.
+    The outage must not start the timeout of messages that have not been sent yet.
     """
 
     def answer(request: Any) -> Any:
         return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
 
-    server = Server(answer, max_request_sequences=256)
+    server = WireServer(answer, max_request_sequences=256)
     inputs: list[Input] = [[i + 1] for i in range(10_000)]
     assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
     assert 200.0 < server.wire.time < 225.0
@@ -281,7 +258,7 @@ def test_messages_suit_a_slow_server() -> None:
         free_at = max(free_at, server.wire.time) + n_tokens / 700
         return free_at - server.wire.time, echo(request)
 
-    server = Server(compute, max_request_sequences=1024, max_request_tokens=65536)
+    server = WireServer(compute, max_request_sequences=1024, max_request_tokens=65536)
     encode(core_of(timeout_seconds=30.0), server, [[1] * 64] * 2000)
     assert server.wire.time == pytest.approx(2000 * 64 / 700)
 
@@ -292,13 +269,13 @@ def test_each_half_of_a_split_message_has_a_full_timeout() -> None:
             return 6.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
         return 6.0, echo(request)
 
-    assert ids_in(encode(core_of(timeout_seconds=10.0), server := Server(too_large), [[5], [6]])) == [[5], [6]]
+    assert ids_in(encode(core_of(timeout_seconds=10.0), server := WireServer(too_large), [[5], [6]])) == [[5], [6]]
     assert server.wire.time == 12.0
 
 
 @pytest.mark.parametrize("client_timeout", [3.0, 100.0])
 def test_the_timeout_of_a_call_is_for_all_its_messages(client_timeout: float) -> None:
-    server = Server(lambda request: (4.0, echo(request)), max_request_sequences=1)
+    server = WireServer(lambda request: (4.0, echo(request)), max_request_sequences=1)
     core = core_of(timeout_seconds=client_timeout, max_concurrent=1)
     assert ids_in(encode(core, server, [[5], [6]], timeout_seconds=9.0)) == [[5], [6]]
     began = server.wire.time
@@ -312,7 +289,7 @@ def test_an_unsent_message_fails_with_the_deadline() -> None:
 
     The call fails with DeadlineError, because the second message was not sent.
     """
-    server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
+    server = WireServer(lambda request: (2.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="^2 s passed before everything was sent to host:1$"):
         encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
@@ -320,7 +297,7 @@ def test_an_unsent_message_fails_with_the_deadline() -> None:
 def test_the_deadline_of_a_message_that_waits_for_a_retry_names_the_last_failure() -> None:
     """The first message fails after 1 s. Its retry waits for the second message, which takes the rest of the time."""
     stopping = Failure(Code.CANCELLED, "the server stops")
-    server = Server(
+    server = WireServer(
         lambda request: (1.0, stopping) if request.inputs[0].token_ids.ids[0] == 5 else (3.0, echo(request)),
         max_request_sequences=1,
     )
@@ -335,7 +312,7 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 
     At most four messages wait for a reply at the same time.
     """
-    server = Server(
+    server = WireServer(
         lambda request: (100.0 - request.inputs[0].token_ids.ids[0], echo(request)), max_request_sequences=2
     )
     inputs: list[Input] = [[i] for i in range(1, 20)]
@@ -356,7 +333,7 @@ def test_too_large_messages_are_halved() -> None:
             return 0.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
         return 0.0, echo(request)
 
-    core, server = core_of(), Server(at_most_3)
+    core, server = core_of(), WireServer(at_most_3)
     inputs: list[Input] = [[i, i] for i in range(1, 12)]
     assert ids_in(encode(core, server, inputs)) == inputs
     assert server.sizes[0] == 11
@@ -367,47 +344,6 @@ def test_too_large_messages_are_halved() -> None:
     assert server.sizes[-4:] == [3, 3, 3, 2]
 
 
-def test_a_message_over_grpcs_size_limit_is_halved_and_not_repeated() -> None:
-    """If a message is too large for gRPC, the status is RESOURCE_EXHAUSTED, without a reason from the server.
-
-    A full queue has the same status. But the client must not retry a message that is too large.
-    """
-    refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
-    server, alone = Server(lambda _: (0.0, refusal)), Server(lambda _: (0.0, refusal))
-    with pytest.raises(MessageTooLargeError):
-        encode(core_of(), server, [[i] for i in range(1, 5)])
-    assert (server.sizes[0], server.sizes.count(4)) == (4, 1)
-    with pytest.raises(MessageTooLargeError) as caught:
-        encode(core_of(), alone, [[1]])
-    assert (alone.sizes, caught.value.attempts) == ([1], 1)
-
-
-def test_the_first_failure_ends_the_call() -> None:
-    """After the first failure, the client sends no more messages.
-
-    The index in the error counts from the first input of the call.
-    """
-
-    def second_fails(request: pb.EncodeRequest) -> Outcome:
-        if request.inputs[0].token_ids.ids[0] == 3:
-            return 1.0, Failure(Code.INVALID_ARGUMENT, "inputs[1]: is bad", "SEQUENCE_TOO_LONG")
-        return 5.0, echo(request)
-
-    server = Server(second_fails, max_request_sequences=2)
-    with pytest.raises(InvalidRequestError, match=r"inputs\[3\]: is bad") as caught:
-        encode(core_of(), server, [[i] for i in range(1, 50)])
-    assert caught.value.reason == "SEQUENCE_TOO_LONG"
-    assert server.wire.time == 1.0
-    assert len(server.sizes) == 4
-
-
-def test_a_model_is_requested_once() -> None:
-    core, server = core_of(), Server(failing([]))
-    for _ in range(3):
-        encode(core, server, [[1]])
-    assert server.n_get_model == 1
-
-
 def echo_thrice(request: pb.EncodeRequest) -> Outcome:
     response = echo(request)
     response.outputs.extend([response.outputs[0]] * 2)
@@ -416,7 +352,7 @@ def echo_thrice(request: pb.EncodeRequest) -> Outcome:
 
 @pytest.mark.parametrize("inputs", [[], [[1]]])
 def test_too_many_outputs_are_refused_before_inputs_are_sent(inputs: list[Input]) -> None:
-    server = Server(echo_thrice, max_outputs=2)
+    server = WireServer(echo_thrice, max_outputs=2)
     text = r"^outputs must be at most 2 \(ModelInfo.max_outputs\); was 3: make more calls$"
     with pytest.raises(InvalidInputError, match=text) as caught:
         encode(core_of(), server, inputs, options=THREE_OUTPUTS)
@@ -428,7 +364,7 @@ def test_a_raised_limit_of_outputs_is_noticed() -> None:
 
     The client fetches the model's limits again before it refuses a call, so the call with three outputs succeeds.
     """
-    core, server = core_of(), Server(echo_thrice, max_outputs=2)
+    core, server = core_of(), WireServer(echo_thrice, max_outputs=2)
     with pytest.raises(InvalidInputError):
         encode(core, server, [[1]], options=THREE_OUTPUTS)
     server.info.max_outputs = 3
@@ -438,7 +374,7 @@ def test_a_raised_limit_of_outputs_is_noticed() -> None:
 
 
 def test_without_a_limit_of_outputs_the_server_decides() -> None:
-    server = Server(echo_thrice)
+    server = WireServer(echo_thrice)
     assert len(encode(core_of(), server, [[1]], options=THREE_OUTPUTS).outputs) == 3
     assert server.n_get_model == 1
 
@@ -447,21 +383,6 @@ def test_a_model_without_a_width_is_refused() -> None:
     wire = FakeWire(lambda rpc, request: (0.0, pb.GetModelResponse()))
     with pytest.raises(ProtocolError, match="d_model >= 1"):
         run_without_loop(core_of().get_model(wire, ("", ""), None))
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_is_positive(timeout: float) -> None:
-    with pytest.raises(InvalidInputError, match="timeout_seconds must be > 0; was"):
-        core_of().time_limit(timeout, 0.0)
-    with pytest.raises(InvalidInputError, match="timeout_seconds must be > 0; was"):
-        core_of(timeout_seconds=timeout)
-
-
-def test_limits_are_positive() -> None:
-    with pytest.raises(InvalidInputError, match="max_concurrent_messages must be >= 1; was 0"):
-        Settings(1.0, 1, 0, POLICY)
-    with pytest.raises(InvalidInputError, match="max_message_bytes must be >= 1; was 0"):
-        Settings(1.0, 0, 1, POLICY)
 
 
 def refusing(bad: set[int]) -> Encode:
@@ -490,7 +411,7 @@ def test_run_returns_rows_or_an_error_for_each_input(
     inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
     failed = {i for i in range(n_inputs) if i in refused | invalid}
     counts: list[tuple[int, int | None]] = []
-    server = Server(refusing({i + 1 for i in refused}), max_request_sequences=size)
+    server = WireServer(refusing({i + 1 for i in refused}), max_request_sequences=size)
     result = encode(core_of(), server, inputs, describe=True, progress=lambda *count: counts.append(count))
     assert list(result.errors) == sorted(failed)
     for index, error in result.errors.items():
@@ -528,7 +449,7 @@ def test_run_returns_rows_or_an_error_for_each_input(
 
 def test_refusals_of_all_inputs_resend_each_input_a_few_times() -> None:
     """The server names one input of a message at a time. 400 inputs are sent at most 10 times each."""
-    server = Server(refusing({1}))
+    server = WireServer(refusing({1}))
     result = encode(core_of(), server, [[1]] * 400, describe=True)
     assert len(result.errors) == 400
     assert sum(server.sizes) <= 10 * 400
@@ -547,7 +468,7 @@ def test_refused_inputs_in_one_reply_need_few_messages(most: int) -> None:
         named = tuple(Failure(code, text, reason) for text in texts)
         return 0.0, Failure(code, texts[0], reason, refused=named)
 
-    server = Server(answer)
+    server = WireServer(answer)
     inputs: list[Input] = [[1] if index % 4 else [index + 2] for index in range(400)]
     result = encode(core_of(), server, inputs, describe=True)
     assert list(result.errors) == [index for index in range(400) if index % 4]
@@ -580,7 +501,7 @@ VECTORS_ONLY = {"input_kind": pb.INPUT_KIND_EMBEDDINGS}
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_not_sent(limits: dict[str, Any], item: Input, problem: str) -> None:
-    core, server = core_of(), Server(failing([]), **limits)
+    core, server = core_of(), WireServer(failing([]), **limits)
     for _ in range(2):
         result = encode(core, server, [item] * 400, describe=True)
         assert (len(result.errors), result.errors[3].index) == (400, 3)
@@ -590,7 +511,7 @@ def test_inputs_that_the_model_does_not_take_are_not_sent(limits: dict[str, Any]
 
 
 def test_a_tokenizer_that_the_model_gets_later_is_noticed() -> None:
-    core, server = core_of(), Server(failing([]))
+    core, server = core_of(), WireServer(failing([]))
     result = encode(core, server, [[5], "a"], describe=True)
     assert (list(result.errors), server.sizes) == ([1], [1])
     server.info.has_tokenizer = True
@@ -599,7 +520,7 @@ def test_a_tokenizer_that_the_model_gets_later_is_noticed() -> None:
 
 
 def test_a_stored_error_does_not_grow() -> None:
-    [output] = encode(core_of(), Server(refusing({2})), [[1], [2]], describe=True).outputs
+    [output] = encode(core_of(), WireServer(refusing({2})), [[1], [2]], describe=True).outputs
     reads: list[Callable[[], object]] = [lambda: output.array(1), output.matrix]
     for read in reads:
         depths = set()
@@ -611,7 +532,7 @@ def test_a_stored_error_does_not_grow() -> None:
 
 
 def test_an_index_that_is_out_of_range() -> None:
-    [output] = encode(core_of(), Server(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
+    [output] = encode(core_of(), WireServer(lambda request: (0.0, echo(request))), [[1], [2]], describe=True).outputs
     for index in (2, -1):
         with pytest.raises(IndexError, match=f"index must be from 0 to 1; was {index}"):
             output.array(index)
@@ -632,7 +553,7 @@ def crashing(bad: set[int], seconds: float = 0.0) -> Encode:
 
 def test_run_records_the_failure_of_a_message_for_its_inputs() -> None:
     result = encode(
-        core_of(), Server(crashing({3}), max_request_sequences=2), [[i] for i in range(1, 7)], describe=True
+        core_of(), WireServer(crashing({3}), max_request_sequences=2), [[i] for i in range(1, 7)], describe=True
     )
     assert {index: str(error) for index, error in result.errors.items()} == {2: "crashed", 3: "crashed"}
     assert [error.index for error in result.errors.values()] == [2, 3]
@@ -653,7 +574,7 @@ def test_run_raises_if_no_message_was_answered(bad: set[int]) -> None:
         )
 
     with pytest.raises(ServerError, match="crashed") as caught:
-        encode(core_of(), Server(answer, max_request_sequences=1), [[1], [2], [3]], describe=True)
+        encode(core_of(), WireServer(answer, max_request_sequences=1), [[1], [2], [3]], describe=True)
     assert caught.value.index is None
 
 
@@ -662,22 +583,22 @@ def test_run_ends_after_8_failed_messages_in_a_row() -> None:
 
     After 8 failed messages, the call ends.
     """
-    server = Server(lambda request: (1000.0, echo(request)), max_request_sequences=1)
+    server = WireServer(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
     assert len(server.sizes) == 11  # 8 have failed, and 3 are in flight
     assert server.wire.time == 200.0
-    one = Server(crashing(set(range(1, 101))), max_request_sequences=1)
+    one = WireServer(crashing(set(range(1, 101))), max_request_sequences=1)
     with pytest.raises(ServerError):
         encode(core_of(max_concurrent=1), one, [[i] for i in range(1, 101)], describe=True)
     assert len(one.sizes) == 8
-    some = Server(crashing({i for i in range(1, 101) if i % 8}), max_request_sequences=1)
+    some = WireServer(crashing({i for i in range(1, 101) if i % 8}), max_request_sequences=1)
     result = encode(core_of(max_concurrent=1), some, [[i] for i in range(1, 101)], describe=True)
     assert len(result.errors) == 88
 
 
 def test_run_raises_an_error_of_all_inputs() -> None:
-    server = Server(failing([Failure(Code.INVALID_ARGUMENT, "options: are wrong", "INVALID_OPTION")] * 9))
+    server = WireServer(failing([Failure(Code.INVALID_ARGUMENT, "options: are wrong", "INVALID_OPTION")] * 9))
     with pytest.raises(InvalidRequestError, match="options: are wrong") as caught:
         encode(core_of(), server, [[1], [2]], describe=True)
     assert caught.value.index is None
@@ -685,9 +606,9 @@ def test_run_raises_an_error_of_all_inputs() -> None:
 
 def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
     """An exception of `progress` can end the call, even if the server is unavailable."""
-    server = Server(failing([DOWN] * 50))
+    server = WireServer(failing([DOWN] * 50))
     core = core_of()
-    encode(core, Server(failing([])), [[1]])  # the server has answered before
+    encode(core, WireServer(failing([])), [[1]])  # the server has answered before
 
     def stop(done: int, total: int | None) -> None:
         assert (done, total) == (0, 2)
@@ -699,7 +620,7 @@ def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
 
 
 def test_progress_can_end_a_call_to_a_server_that_does_not_answer() -> None:
-    server = Server(lambda request: (1000.0, echo(request)))
+    server = WireServer(lambda request: (1000.0, echo(request)))
 
     def stop(done: int, total: int | None) -> None:
         if server.wire.time >= 3.0:

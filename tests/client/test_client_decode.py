@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from encserve_client import FingerprintError, Output, ProtocolError
+from encserve_client import Output, ProtocolError
 from encserve_client._logic.answers import decode_response, merge_answers, sequence_info
 from encserve_client.options import Array, DType, Options, OutputKind
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -146,15 +146,6 @@ def test_sequence_info_is_arrays() -> None:
 def test_sequence_info_of_another_length_is_refused(fields: dict[str, list[int]], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         sequence_info(pb.SequenceInfo(token_count=2, **fields))  # type: ignore[arg-type]
-
-
-def test_parts_of_different_vector_spaces_are_not_mixed() -> None:
-    """The server replaces the model between two messages of a call. Merging the two replies raises an error."""
-    first, second = good(), good()
-    second.fingerprint = "g"
-    parts = [decode_response(it, Options(), 2, describe=False) for it in (first, second)]
-    with pytest.raises(FingerprintError, match="different fingerprints, f and g"):
-        merge_answers([(range(2), parts[0]), (range(2, 4), parts[1])], {}, 0.0, 2)
 
 
 def test_answers_of_one_call_have_one_width() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_encoder import Caller, FakeEncoder, Refused, rows_of
 
-from encserve_client import EncserveError, FingerprintError, InvalidInputError, SpaceError
+from encserve_client import EncserveError, FingerprintError, SpaceError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = ["one", "two words", "and three words"]
@@ -136,10 +136,3 @@ async def test_the_client_checks_ids_if_an_old_server_does_not(
 async def test_nothing_is_expected_by_default(caller: Caller, service: FakeEncoder) -> None:
     await caller(caller.connect().token_vectors, TEXTS)
     assert (service.requests[0].expected_fingerprint, service.requests[0].expected_space_id) == ("", "")
-
-
-@EITHER
-def test_expected_ids_must_be_text(caller: Caller, what: str, error: type[EncserveError]) -> None:
-    del error
-    with pytest.raises(InvalidInputError, match=f"expected_{what} must be a str or None; was int"):
-        caller.connect(**{f"expected_{what}": 7})

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_client import (
-    AccessDeniedError,
-    CallCancelledError,
     DeadlineError,
     EncserveError,
     InferenceError,
@@ -21,11 +19,8 @@ from encserve_client import (
     ModelNotFoundError,
     OverloadedError,
     PermissionDeniedError,
-    ProtocolError,
     RateLimitedError,
     RetryPolicy,
-    ServerError,
-    ServerUnavailableError,
     UnauthenticatedError,
 )
 from encserve_client._logic.failures import (
@@ -127,37 +122,6 @@ def test_a_wrong_policy_is_refused(settings: dict[str, float], text: str) -> Non
         RetryPolicy(**settings)
 
 
-EXPECTED: dict[Code, type[EncserveError]] = {
-    Code.CANCELLED: CallCancelledError,
-    Code.UNKNOWN: ServerError,
-    Code.INVALID_ARGUMENT: InvalidRequestError,
-    Code.DEADLINE_EXCEEDED: DeadlineError,
-    Code.NOT_FOUND: ModelNotFoundError,
-    Code.ALREADY_EXISTS: ServerError,
-    Code.PERMISSION_DENIED: AccessDeniedError,
-    Code.UNAUTHENTICATED: AccessDeniedError,
-    Code.RESOURCE_EXHAUSTED: OverloadedError,
-    Code.FAILED_PRECONDITION: InvalidRequestError,
-    Code.ABORTED: ServerError,
-    Code.OUT_OF_RANGE: InvalidRequestError,
-    Code.UNIMPLEMENTED: ProtocolError,
-    Code.INTERNAL: ServerError,
-    Code.UNAVAILABLE: ServerUnavailableError,
-    Code.DATA_LOSS: ServerError,
-}
-
-
-@pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
-def test_every_status_has_its_exception(code: Code) -> None:
-    """Each gRPC status becomes the expected exception.
-
-    If a new version of gRPC adds a status, this test fails until EXPECTED has an exception for it.
-    """
-    error = failure_of_status(code, "text", None).to_exception(attempts=1)
-    assert type(error) is EXPECTED[code]
-    assert (error.code, str(error), error.reason, error.attempts) == (code, "text", "", 1)
-
-
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
@@ -217,24 +181,13 @@ def test_refused_inputs_that_were_not_sent_are_ignored() -> None:
     assert list(failure.inputs_at_fault(3)) == [1]
 
 
+def test_an_input_that_was_not_sent_keeps_its_name() -> None:
+    error = Failure(Code.INVALID_ARGUMENT, "inputs[3]: bad").to_exception(1, indices=range(256, 259))
+    assert (str(error), error.index) == ("inputs[3]: bad", None)
+
+
 @pytest.mark.parametrize("pushback", ["-1", "soon", "", "1.5", "٣"])
 def test_a_pushback_that_is_not_a_delay_forbids_retries(pushback: str) -> None:
     failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])
     assert failure.retry_forbidden
     assert not is_retryable(failure)
-
-
-def test_the_index_counts_inputs_of_the_call() -> None:
-    """A call may be sent as several messages. The server's error has the index of an input in its message.
-
-    The client's exception has the index of the input in the call.
-    """
-    failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
-    assert str(failure.to_exception(1, indices=range(256, 300))).startswith("inputs[259][17]: must")
-    assert str(failure.to_exception(1)).startswith("inputs[3][17]: must")
-
-
-def test_a_missing_key_says_where_it_comes_from() -> None:
-    failure = Failure(Code.UNAUTHENTICATED, "unknown or revoked key", "UNAUTHENTICATED")
-    text = "unknown or revoked key; this client takes the key from api_key=, --api-key or ENCSERVE_API_KEY"
-    assert str(failure.to_exception(attempts=1)) == text

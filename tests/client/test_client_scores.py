@@ -107,13 +107,6 @@ async def test_vectors_are_ranked(caller: Caller, service: FakeEncoder) -> None:
     assert np.frombuffer(tensor.indices, "<u4").tolist() == [1, 5]
 
 
-@pytest.mark.parametrize("kind", ["dense", "late", "sparse"])
-async def test_vectors_have_no_tokens_to_cut(caller: Caller, service: FakeEncoder, kind: str) -> None:
-    with pytest.raises(InvalidInputError, match="max_document_tokens must be None for documents that are vectors"):
-        await caller(caller.connect().rank, "q", _kinds()[kind], max_document_tokens=9)
-    assert service.score_requests == []
-
-
 def _kinds() -> dict[str, Any]:
     """Return 9 documents of each kind of vectors. Document i has i + 1 rows or values, except for dense vectors."""
     ranges = [np.arange(n, dtype=np.float32) for n in range(1, 10)]
@@ -207,6 +200,15 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("score", ([("q", "a")],), {"max_document_tokens": 0}, "max_document_tokens must be from 1 to 4,294,967,295"),
     ("rank", ("q", ["a"]), {"activation": "tanh"}, "activation must be one of 'none', 'sigmoid', 'softmax'"),
     ("rank", ("q", ["\ud800"]), {}, r"documents\[0\] must be valid Unicode"),
+    *(
+        (
+            "rank",
+            ("q", vectors),
+            {"max_document_tokens": 9},
+            "max_document_tokens must be None for documents that are vectors",
+        )
+        for vectors in (np.ones((2, 3), np.float32), [np.ones((2, 3), np.float32)])
+    ),
     ("rank", ("q", np.ones((2, 3), np.int32)), {}, r"documents\[0\] must be float32 or float16 rows"),
     ("score", (["ab"],), {}, r"pairs\[0\] must be a \(query, document\) pair of texts; was 'ab'"),
     ("score", ("ab",), {}, r"pairs must be a list of \(query, document\) pairs; was str"),

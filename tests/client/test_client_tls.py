@@ -136,6 +136,7 @@ async def test_server_certificates(start: Start, made: Certificates) -> None:
     target = await start(made.stranger)
     text = await failure_text(target, tls=Tls(ca=made.ca))
     assert text.startswith(f"the authority of the server's certificate is not in {made.ca} (")
+    assert text.endswith("): give the authority's file (ca= or --ca)")
     text = await failure_text(target, tls=True)
     assert text.startswith("the authority of the server's certificate is not in the list of authorities of this")
 

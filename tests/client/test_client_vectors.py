@@ -76,7 +76,6 @@ def test_float64_is_rounded_to_float32() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_the_error_of_a_nonfinite_number_has_row_and_column(dtype: Any, value: float) -> None:
-    """If numbers are not finite, the error names the row and the column of the first of these numbers."""
     array = vectors(5, 4, dtype)
     array[3, 0] = array[2, 3] = value
     with pytest.raises(InvalidInputError) as caught:

@@ -94,13 +94,6 @@ def test_golden_checkpoints_return_the_stored_rows_for_vectors(tmp_path: Path, e
             client.token_vectors([[1, 2]], model=model)
 
 
-def test_pooled_vectors_are_the_normalized_means_of_the_rows(client: EncoderClient) -> None:
-    means = np.stack([rows.mean(axis=0) for rows in client.token_vectors(TEXTS)])
-    means /= np.linalg.norm(means, axis=1, keepdims=True)
-    np.testing.assert_allclose(client.embed(TEXTS), means, atol=1e-6)
-    np.testing.assert_allclose(client.embed(TEXTS, dtype="float16"), means, atol=1e-3)
-
-
 def test_a_text_has_at_most_max_seq_length_tokens(client: EncoderClient) -> None:
     """The model's limit is 256 tokens, although the model has 512 positions. The server refuses longer texts.
 

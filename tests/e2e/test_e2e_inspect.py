@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agreement import worst_relative_error
-from checkpoints import DATA, MODEL, export_golden
+from checkpoints import DATA, export_golden
 from real_server import RealServer, real_server
 from safetensors.numpy import load_file
 
@@ -54,13 +54,6 @@ async def test_inspect_and_encode_return_the_same_last_hidden_states(
     assert some.hidden_states is not None
     np.testing.assert_allclose(some.attention, result.attention[[0, 5]], atol=1e-3)
     np.testing.assert_allclose(some.hidden_states, result.hidden_states[[6]], atol=1e-2)
-
-
-def test_inspect_fails_if_inspections_are_off(models: Path) -> None:
-    with real_server(models, "--model", MODEL, "--no-inspect") as server, EncoderClient(server.target) as client:
-        assert not client.model().can_inspect
-        with pytest.raises(InspectUnavailableError, match="inspections are off on this server"):
-            client.inspect("hello")
 
 
 def test_inspect_refuses_files_that_changed_after_the_start(tmp_path: Path) -> None:

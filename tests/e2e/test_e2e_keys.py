@@ -58,7 +58,7 @@ def headers_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(key: str) -> list[str]:
-    """All substrings of PART characters of the key, of the key's digest, and of the key in HTTP's Basic scheme."""
+    """All substrings with PART characters. They come from the key, its digest, and its form in HTTP's Basic scheme."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     digests = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]

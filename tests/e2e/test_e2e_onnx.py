@@ -10,7 +10,7 @@ import pytest
 from agreement import worst_relative_error
 from checkpoints import MODEL, minilm_directory
 from onnx_files import build, export_torch, save, save_with_data
-from real_server import RealServer, real_server
+from real_server import real_server
 
 from encserve_client import EncoderClient
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
@@ -25,8 +25,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# For each file: the names of the inputs for token ids, mask and token types, and the name of the output (hidden
-# states). "" means that the file has no such input.
+# Each file has the names of its inputs for token ids, mask and token types. The last name is the output with the hidden
+# states. "" means that the file has no such input.
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
@@ -76,14 +76,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def onnx_server(onnx_models: Path, engine: str) -> Iterator[RealServer]:
-    with real_server(onnx_models, "--engine", engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
-    with EncoderClient(onnx_server.target) as client:
+def onnx_client(onnx_models: Path, engine: str) -> Iterator[EncoderClient]:
+    with real_server(onnx_models, "--engine", engine) as server, EncoderClient(server.target) as client:
         yield client
 
 

@@ -34,8 +34,8 @@ DOCUMENTS = [
     "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
     "Yes.",
 ]
-# For each precision: the largest allowed difference of a MaxSim score, divided by the query's best score, and the
-# lowest allowed cosine similarity of sparse weights.
+# Two limits for each precision. The first is the largest allowed difference of a MaxSim score, divided by the query's
+# best score. The second is the lowest allowed cosine similarity of sparse weights.
 RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 

@@ -163,27 +163,6 @@ def test_a_damaged_version_is_refused_and_the_old_version_stays(
         client.token_vectors(INPUTS)
 
 
-def test_a_client_gets_only_the_expected_fingerprint(server: RealServer, repository: Path, drafts: Path) -> None:
-    with EncoderClient(server.target) as client:
-        fingerprint = client.model().fingerprint
-    with EncoderClient(server.target, expected_fingerprint=fingerprint) as client:
-        client.token_vectors(INPUTS)
-        list(client.stream(INPUTS, kind="tokens"))
-        client.inspect(INPUTS[1])
-        publish(drafts, repository, "1")
-        server.process.send_signal(signal.SIGHUP)
-        until(lambda: served(server) == ["1"])
-        for call in (
-            lambda: client.token_vectors(INPUTS),
-            lambda: client.embed(INPUTS, pooling="mean"),
-            lambda: client.inspect(INPUTS[1]),
-            lambda: list(client.stream(INPUTS, kind="tokens")),
-        ):
-            with pytest.raises(FingerprintError, match=f"'{fingerprint}' is expected, but m@1 has ") as caught:
-                call()
-            assert caught.value.reason == "FINGERPRINT_MISMATCH"
-
-
 def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
     """Replace the model during a stream. The stream ends with an error."""
     with EncoderClient(server.target) as client:
@@ -194,9 +173,3 @@ def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, dra
         until(lambda: served(server) == ["1"])
         with pytest.raises(FingerprintError, match="the model was replaced in between"):
             list(results)
-
-
-def test_the_server_polls_for_new_versions(repository: Path, drafts: Path) -> None:
-    with real_server(repository, "--model-poll-seconds", "0.1", "--latest-versions", "2") as server:
-        publish(drafts, repository, "1")
-        until(lambda: served(server) == ["1", "0"])

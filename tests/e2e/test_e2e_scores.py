@@ -1,26 +1,22 @@
-"""A server with tiny models of all kinds gives the scores of sentence-transformers, over gRPC and by the command."""
+"""A server with tiny models of all kinds gives the scores of sentence-transformers, over gRPC."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from exporting import export_once
-from real_server import RealServer, real_server
+from real_server import real_server
 from score_models import MODELS, PAIRS, TEXTS, library_scores, worst_error
 from zoo import MODELS as ZOO
 from zoo import SPARSE_TEXTS, Way, Zoo
 
-from encserve_cli.commands import cli
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 
 # Models with and without token types, and with the pooling of the last token.
 ON_OPENVINO = ("bert-6", "roberta", "qwen3-yes-no")
-QUERY = "the cat on the mat"
 # Models without labels: dense, late interaction, and sparse.
 VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
 DOCUMENTS = ["a cat sat", "warm mat", "this we like", "the cat on the mat", "passage : the cat"]
@@ -43,40 +39,36 @@ def models(zoo: Zoo, directories: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def server(models: Path) -> Iterator[RealServer]:
-    with real_server(models) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> Iterator[EncoderClient]:
-    with EncoderClient(server.target) as client:
+def client(models: Path) -> Iterator[EncoderClient]:
+    with real_server(models) as server, EncoderClient(server.target) as client:
         yield client
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_sentence_transformers(client: EncoderClient, directories: Path, name: str) -> None:
-    """Compare the scores of 38 pairs in one call and alone, with the default prompt and the model's activation."""
+    """Compare the scores of 38 pairs and of texts, with each prompt and with the model's activation.
+
+    The pairs are compared in one call and alone.
+    """
+    row, directory = MODELS[name], directories / name
     pairs = [pair for pair in PAIRS if name not in ("qwen3", "gemma3") or pair != ("", "")]
-    info = client.model(name)
-    want = library_scores(directories / name, pairs)
-    got = client.score(pairs, model=name, activation="none").reshape(len(pairs), -1)
-    assert worst_error(got, want) <= 1e-4
-    alone = np.concatenate([client.score([pair], model=name, activation="none") for pair in pairs])
-    assert worst_error(alone.reshape(got.shape), want) <= 1e-4
-    if len(info.labels) == 1:
+    for prompt_name in (None, "", *row.prompts):
+        asked: dict[str, Any] = {"model": name, "activation": "none", "prompt_name": prompt_name}
+        want = library_scores(directory, pairs, prompt_name)
+        assert worst_error(client.score(pairs, **asked).reshape(want.shape), want) <= 1e-4
+        alone = np.concatenate([client.score([pair], **asked) for pair in pairs])
+        assert worst_error(alone.reshape(want.shape), want) <= 1e-4
+        if not row.pairs_only:
+            found = np.array([it.scores for it in client.classify(TEXTS, **asked)])
+            assert worst_error(found, library_scores(directory, list(TEXTS), prompt_name)) <= 1e-4
+    if len(client.model(name).labels) == 1:
         # transformers' pipeline applies no activation to a plain regression model, so expect the logits.
-        activated = library_scores(directories / name, pairs, raw=name == "regression")
+        activated = library_scores(directory, pairs, raw=name == "regression")
         assert worst_error(client.score(pairs, model=name)[:, None], activated) <= 1e-4
         query = pairs[20][0]
         ranked = client.rank(query, [document for _, document in PAIRS], model=name)
         scores = client.score([(query, document) for _, document in PAIRS], model=name)
         assert [index for index, _ in ranked] == np.argsort(-scores, kind="stable").tolist()
-    if not info.takes_pairs_only:
-        found = client.classify(TEXTS, model=name, activation="none")
-        assert (
-            worst_error(np.array([it.scores for it in found]), library_scores(directories / name, list(TEXTS))) <= 1e-4
-        )
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +100,3 @@ def test_other_models_rank_by_the_similarity_of_the_library(zoo: Zoo, client: En
     assert worst_error(scores, want) <= 1e-4
     best = client.rank(query, documents, top_k=3, model=name)
     assert [index for index, _ in best] == np.argsort(-scores, kind="stable")[:3].tolist()
-
-
-def test_the_command_ranks_texts(server: RealServer) -> None:
-    arguments = ["rank", QUERY, *DOCUMENTS, "--model", "bert", "--top-k", "2", "--target", server.target]
-    result = CliRunner().invoke(cli, [*arguments, "--json"])
-    assert result.exit_code == 0, result.output
-    documents: list[dict[str, Any]] = json.loads(result.output)["documents"]
-    assert len(documents) == 2
-    assert documents[0]["score"] >= documents[1]["score"]
-    assert DOCUMENTS[documents[0]["index"]] == documents[0]["text"]
-    table = CliRunner().invoke(cli, arguments)
-    assert documents[0]["text"] in table.output

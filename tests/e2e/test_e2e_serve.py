@@ -70,7 +70,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def minilm_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """A machine for the real all-MiniLM-L6-v2. The tests of this fixture run in order: the first one exports."""
+    """A machine for the real all-MiniLM-L6-v2. The tests with this fixture run in order, and the first test exports."""
     with open_hub("owner/all-MiniLM-L6-v2") as hub:
         hub.commit(minilm_directory(), "main")
         yield Machine(hub, tmp_path_factory.mktemp("minilm"))
@@ -180,7 +180,7 @@ async def test_an_offline_start_names_the_missing_file(machine: Machine, tmp_pat
 
 
 async def test_a_full_disk_ends_in_one_line_and_leaves_nothing(minilm_machine: Machine, tmp_path: Path) -> None:
-    """A limit of 20 MB per file stands for a full disk."""
+    """A limit of 20 MB per file simulates a full disk."""
     machine = Machine(minilm_machine.hub, tmp_path / "machine")
 
     def limit() -> None:
@@ -198,7 +198,9 @@ async def test_a_full_disk_ends_in_one_line_and_leaves_nothing(minilm_machine: M
 async def test_a_start_goes_on_after_a_stop_in_any_stage(
     machine: Machine, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    """The exporter ends with the command. Ctrl-C removes the unfinished bundle. After kill -9, the next start does.
+    """The exporter ends with the command. After Ctrl-C, the command removes the unfinished bundle.
+
+    After kill -9, the next start removes the bundle.
 
     In the first stage, the hub stops sending. The unfinished download stays for the next start.
     """

@@ -1,6 +1,6 @@
 """A real server runs the model once per text, and pools many ranges of the text. Tokenize agrees with Encode."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,21 +8,17 @@ import grpc
 import numpy as np
 import pytest
 from checkpoints import DATA, MODEL
+from output_models import POOL
 from real_server import RealServer
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
 TEXT = "Grüße aus Köln, 東京 и Москва: naïve café 🌍 — “quoted”. " + (DATA.parent.parent / "LICENSE").read_text()[:800]
-POOL: dict[Any, Callable[[Any], Any]] = {
-    pb.OUTPUT_KIND_MEAN: lambda rows: rows.mean(axis=0),
-    pb.OUTPUT_KIND_CLS: lambda rows: rows[0],
-    pb.OUTPUT_KIND_MAX: lambda rows: rows.max(axis=0),
-    pb.OUTPUT_KIND_LAST_TOKEN: lambda rows: rows[-1],
-    pb.OUTPUT_KIND_WEIGHTED_MEAN: lambda rows: np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1)),
-    pb.OUTPUT_KIND_MEAN_SQRT_LENGTH: lambda rows: rows.sum(axis=0) / np.sqrt(len(rows)),
-}
-OUTPUTS = [pb.OutputSpec(), *(pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=it) for it in POOL)]
+OUTPUTS = [
+    pb.OutputSpec(),
+    *(pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=f"OUTPUT_KIND_{kind.name}") for kind in POOL),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from real_server import COMMAND
 from tiny_bundle import write_bundle
 from waiting import until
 
-pytestmark = pytest.mark.system
-
 REQUEST = {"input": [[1, 2]], "pooling": "mean"}
 
 

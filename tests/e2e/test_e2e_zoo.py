@@ -1,7 +1,6 @@
 """A server with all tiny test models returns the same vectors as the library of each model.
 
-`zoo` and `architectures` in tests/support list the models. The exporter's tests check the same vectors without a
-server. The tests in this file call a server over gRPC and HTTP.
+`zoo` and `architectures` in tests/support list the models. The tests call the server over gRPC and HTTP.
 """
 
 import json
@@ -25,7 +24,7 @@ from sentence_models import text_of
 from zoo import LATE, MODELS, SPARSE, SPARSE_TEXTS, TEXTS, Way, Zoo, assert_same, served
 
 from encserve_cli.commands import cli
-from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output, maxsim
+from encserve_client import EncoderClient, InvalidRequestError, Output, maxsim
 from encserve_client.options import TrainedKind
 from encserve_export import Target, export_hf
 
@@ -154,25 +153,6 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
     dense = np.zeros((1, width), np.float32)
     dense[0, [it["index"] for it in weights]] = [it["value"] for it in weights]
     return dense
-
-
-async def test_the_async_client_gives_the_same_vectors(zoo: Zoo, server: RealServer) -> None:
-    name, texts = "fixed-unattended", TEXTS
-    # The model's limit is 80 tokens. Four of these tokens are for the prompt, [CLS] and [SEP].
-    too_long = next(i for i, text in enumerate(texts) if len(text.split()) > 80 - 4)
-    async with AsyncEncoderClient(server.target) as client:
-        with pytest.raises(InvalidRequestError, match=rf"^inputs\[{too_long}\]"):
-            await client.embed(texts, kind="multi_vector", task="document", model=name)
-        documents = await client.embed(texts, kind="multi_vector", task="document", truncate=True, model=name)
-        queries = await client.embed(texts[:6], kind="multi_vector", task="query", truncate=True, model=name)
-        weights = await client.embed(SPARSE_TEXTS[:6], kind="sparse", task="query", truncate=True, model="sum-log1p")
-        vectors = await client.embed(texts[:6], model="all-of-it", prompt_name="passage", dimensions=9)
-    assert_same("multi_vector", documents, zoo.vectors(name, Way("document")))
-    assert_same("multi_vector", queries, zoo.vectors(name, Way("query"), texts[:6]))
-    want = zoo.vectors("sum-log1p", Way("query"), SPARSE_TEXTS[:6])
-    assert_same("sparse", [it.dense()[None] for it in weights], want)
-    library = zoo.library("all-of-it")
-    assert_same("dense", list(vectors), list(library.encode(list(texts[:6]), prompt_name="passage", truncate_dim=9)))
 
 
 @pytest.mark.parametrize("l2_normalize", [False, True])

@@ -3,7 +3,6 @@
 A golden checkpoint is a small model in tests/data. tests/data also has hidden states from the model's original code.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,54 +10,21 @@ from typing import Any
 
 import pytest
 from checkpoints import DATA, GOLDENS, export_golden
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
+from torch import nn
 from zoo import Zoo
 
 from encserve_export import EncoderConfig, Exported
-
-
-class Checkpoint:
-    """A copy of a golden checkpoint. A test may change the copy."""
-
-    def __init__(self, golden: str, path: Path) -> None:
-        self.path = path
-        shutil.copytree(DATA / golden, path)
-
-    def set(self, **settings: Any) -> None:
-        """Change fields of config.json. The value None removes a field."""
-        file = self.path / "config.json"
-        changed = json.loads(file.read_text()) | settings
-        file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return load_file(self.path / "model.safetensors")
-
-    def save(self, tensors: dict[str, Tensor]) -> None:
-        save_file(tensors, self.path / "model.safetensors")
-
-    def rename(self, change: Callable[[str], str]) -> None:
-        self.save({change(name): tensor for name, tensor in self.tensors().items()})
+from encserve_export.models import pretrained
 
 
 @pytest.fixture
-def data() -> Path:
-    """Return the folder of the golden checkpoints."""
-    return DATA
-
-
-@pytest.fixture
-def bert(tmp_path: Path) -> Checkpoint:
-    return Checkpoint("hf-bert", tmp_path / "bert")
-
-
-@pytest.fixture
-def roberta(tmp_path: Path) -> Checkpoint:
-    return Checkpoint("hf-roberta", tmp_path / "roberta")
+def bert(tmp_path: Path) -> Path:
+    """Copy the golden checkpoint hf-bert. A test may change the copy."""
+    return shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
 
 
 @pytest.fixture
@@ -104,6 +70,21 @@ def write_tokenizer() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def _misread_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a wrong eps in the graph of a transformers model and in our reference, so that the two agree."""
+    load = pretrained.load_model
+
+    def misread(*arguments: Any, **options: Any) -> Any:
+        reference = load(*arguments, **options)
+        for part in reference.module.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.eps = 1e-3
+        return reference
+
+    monkeypatch.setattr(pretrained, "load_model", misread)
 
 
 @pytest.fixture(scope="session")

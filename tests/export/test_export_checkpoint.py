@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import BARE_GOLDENS, golden_cases, golden_checkpoint, golden_embeddings, golden_fields
+from checkpoints import golden_checkpoint, golden_embeddings, golden_fields
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from state_dicts import LAYOUTS, VARIANTS, saved, state_dict
 from torch import Tensor, nn
 
-from encserve_export import Encoder, EncoderConfig, ExportError, Source, Target, export_checkpoint, export_encoder
+from encserve_export import Encoder, EncoderConfig, ExportError, Source, Target, export_encoder
 from encserve_export.check.agreement import least_cosine
 from encserve_export.cli import main
 from encserve_export.core.errors import (
@@ -63,20 +63,6 @@ def find_golden(name: str, **changed: Any) -> CheckpointEncoder:
     return find_encoder(load_file(golden_checkpoint(name)), fields, embeddings=table)
 
 
-@pytest.mark.parametrize("name", BARE_GOLDENS)
-def test_rows_equal_the_rows_of_the_original_code(name: str) -> None:
-    found = find_golden(name)
-    assert name.startswith(found.layout)
-    sequences, rows = golden_cases(name)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    ids = nn.utils.rnn.pad_sequence([torch.from_numpy(sequence) for sequence in sequences], batch_first=True)
-    padded = found.encoder(ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long())
-    for sequence, in_batch, want in zip(sequences, padded, rows, strict=True):
-        alone = torch.from_numpy(sequence)[None]
-        torch.testing.assert_close(found.encoder(alone, torch.ones_like(alone))[0], torch.from_numpy(want))
-        torch.testing.assert_close(in_batch[: len(want)], torch.from_numpy(want))
-
-
 def test_fused_qkv_merges_heads_like_its_original_code() -> None:
     found = find_golden("fused-qkv-as-written", merge_heads=None)
     assert found.encoder.config.merge_heads == "reshape"
@@ -87,25 +73,25 @@ def test_fused_qkv_merges_heads_like_its_original_code() -> None:
 @pytest.mark.parametrize(
     "precision", ["float32", *(pytest.param(it, marks=pytest.mark.system) for it in ("float16", "int8"))]
 )
-@pytest.mark.parametrize("longest", [40, 1100])
-def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
+def test_reshaped_heads_reach_the_bundle(models: Path, precision: Precision) -> None:
     """Compare the bundle with the encoder, for short and for long sequences.
 
-    In sequences of more than 1,024 tokens, attention runs in blocks of queries.
+    In batches with a sequence of more than 1,024 tokens, attention runs in blocks of queries.
     """
-    sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": longest}
+    sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 1100}
     encoder = random_encoder(EncoderConfig.from_mapping({**sizes, **VARIANTS["fused-qkv"]}), 0)
     exported = export_encoder(
         encoder, Source("init", "random"), Target(model_repository=models, name="m"), precision=precision
     )
-    lengths = [longest, 7, 1, longest // 2]
-    ids = torch.randint(11, (4, longest), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-    (rows,) = open_session(exported.path / "model.onnx").run(None, feeds)
-    for got, sequence, length in zip(rows, ids, lengths, strict=True):
-        want = encoder(sequence[None, :length], torch.ones(1, length, dtype=torch.int64))[0].numpy()
-        assert least_cosine(got[:length], want) > (1 - 1e-6 if precision == "float32" else 0.99)
+    session = open_session(exported.path / "model.onnx")
+    for longest in (40, 1100):
+        lengths = [longest, 7, 1, longest // 2]
+        ids = torch.randint(11, (4, longest), generator=torch.Generator().manual_seed(0))
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        (rows,) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        for got, sequence, length in zip(rows, ids, lengths, strict=True):
+            want = encoder(sequence[None, :length], torch.ones(1, length, dtype=torch.int64))[0].numpy()
+            assert least_cosine(got[:length], want) > (1 - 1e-6 if precision == "float32" else 0.99)
 
 
 @given(
@@ -190,11 +176,13 @@ def test_broken_checkpoints_raise_only_export_errors(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_state_dict_of_pytorchs_encoder_is_loaded(norm_first: bool) -> None:
+    """The rows equal PyTorch's rows. The tolerance of the golden rows is too large to show a wrong eps of 1e-6."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first, batch_first=True)
-    theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False).eval()
+    layer = nn.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first, batch_first=True, layer_norm_eps=1e-3)
+    theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8, 1e-3), enable_nested_tensor=False).eval()
     table = Table("weight", torch.randn(11, 8))
-    encoder = find(theirs.state_dict(), LINEAR | {"norm": "pre" if norm_first else "post"}, embeddings=table).encoder
+    fields = LINEAR | {"norm": "pre" if norm_first else "post", "layer_norm_eps": 1e-3}
+    encoder = find(theirs.state_dict(), fields, embeddings=table).encoder
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         want = theirs(encoder.embeddings(ids))
@@ -393,15 +381,17 @@ def test_an_unknown_layout_lists_names_layouts_and_commands() -> None:
         find(state)
     text = str(caught.value)
     assert text.startswith("no known layout has these names: blocks.N.attn.k, blocks.N.attn.q. ")
-    assert all(f"{layout} by " in text for layout in LAYOUTS)
-    assert "torch-native by layers.N.self_attn.in_proj_weight" in text
+    assert all(f" ({layout})" in text for layout in LAYOUTS)
+    assert "layers.N.self_attn.in_proj_weight (torch-native)" in text
     for advice in ("--rename OLD=NEW", "encserve-export module FILE.py:FACTORY", "export_module", "encserve-export hf"):
         assert advice in text
 
 
 def test_only_the_given_layout_is_tried() -> None:
     assert find(saved(), layout="split-qkv").layout == "split-qkv"
-    with pytest.raises(UnknownLayoutError, match=r"Looked for fused-qkv by layers\.N\.attention\.qkv_layer\.weight\."):
+    with pytest.raises(
+        UnknownLayoutError, match=r"recognises these names: layers\.N\.attention\.qkv_layer\.weight \(fused-qkv\)\."
+    ):
         find(saved(), layout="fused-qkv")
     with pytest.raises(UnknownLayoutError, match="layout must be one of attention-only, .*; was 'bert'"):
         find(saved(), layout="bert")
@@ -410,7 +400,8 @@ def test_only_the_given_layout_is_tried() -> None:
 def test_a_checkpoint_with_encoder_and_decoder_is_refused() -> None:
     state = {f"{part}.{name}": tensor for part in ("encoder", "decoder") for name, tensor in saved().items()}
     with pytest.raises(
-        UnsupportedModelError, match=r"2 stacks \(split-qkv at decoder\.layers\..*save the encoder alone"
+        UnsupportedModelError,
+        match=r"2 stacks of encoder blocks \(split-qkv at decoder\.layers\..*Save the encoder alone",
     ):
         find(state)
 
@@ -505,12 +496,3 @@ def test_given_fields_reach_the_encoder() -> None:
     config = find(saved(), fields | {"max_sequence_tokens": 40}, max_sequence_tokens=30).encoder.config
     assert dataclasses.asdict(config).items() >= fields.items()
     assert config.max_sequence_tokens == 30, "the argument overrides the field"
-
-
-def test_the_steps_are_reported(tmp_path: Path, models: Path) -> None:
-    save_file(saved(), tmp_path / "c.safetensors")
-    steps: list[str] = []
-    target = Target(model_repository=models, name="m")
-    export_checkpoint(tmp_path / "c.safetensors", target, fields=LINEAR, max_sequence_tokens=8, progress=steps.append)
-    assert steps[:2] == ["reading c.safetensors", "the layout is split-qkv"]
-    assert len(steps) > 3

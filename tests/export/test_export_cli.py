@@ -1,7 +1,6 @@
 """Tests of the command line: exports with each command, the reports, the options, and the errors."""
 
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +10,6 @@ import pytest
 from checkpoints import DATA, golden_fields
 from click.testing import CliRunner, Result
 from google.protobuf import json_format
-from onnx_files import build, save
 
 from encserve_export import Exported
 from encserve_export.cli import main
@@ -84,19 +82,6 @@ def test_hf_reports_the_result_on_stdout_and_progress_on_stderr(models: Path) ->
     assert "comparing" not in result.stdout
 
 
-@pytest.mark.system  # takes more than a second
-def test_hf_refuses_pooling_if_the_directory_states_a_pooling(tmp_path: Path, models: Path) -> None:
-    directory = shutil.copytree(DATA / "hf-bert", tmp_path / "bert")
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    listed = [{"name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-              for i, (path, kind) in enumerate(modules)]  # fmt: skip
-    (directory / "modules.json").write_text(json.dumps(listed))
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32}')
-    result = run("hf", directory, "--ids-only", "--model-repository", models, "--pooling", "cls")
-    assert "the files of this checkpoint state its pooling" in result.stderr
-
-
 def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
     fields = tmp_path / "fields.json"
     fields.write_text(json.dumps(golden_fields("fused-qkv")))
@@ -106,7 +91,7 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
         "--max-sequence-tokens", 40, "--precision", "int8", "--pooling", "mean_sqrt_len_tokens", "--l2-normalize",
         "--name", "mine", "--model-repository", models,
     )  # fmt: skip
-    assert "the layout is fused-qkv" in result.stderr
+    assert result.stderr.startswith("reading checkpoint.safetensors …\nthe layout is fused-qkv …\n")
     manifest = read_manifest(models / "mine" / "1")
     assert (manifest.source.kind, manifest.source.description) == ("checkpoint", "fused-qkv")
     assert (manifest.encoder.max_sequence_tokens, manifest.graph.precision) == (40, "int8")
@@ -135,15 +120,6 @@ def test_module(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         result = run("module", factory, *arguments, "--overwrite")
         assert result.exit_code == 2
         assert message in result.stderr
-
-
-def test_onnx(models: Path, tmp_path: Path) -> None:
-    save(build(), tmp_path / "model.onnx")
-    result = run_well(
-        "onnx", tmp_path / "model.onnx", "--name", "theirs", "--max-sequence-tokens", 12, "--model-repository", models
-    )
-    assert read_manifest(models / "theirs" / "1").source.kind == "onnx"
-    assert "parity       not compared with PyTorch: the model came as ONNX" in result.stdout
 
 
 def test_init_takes_its_vocabulary_from_the_tokenizer(

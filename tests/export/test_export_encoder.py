@@ -1,4 +1,4 @@
-"""Our encoder returns the same hidden states as PyTorch's own encoder and as the formulas."""
+"""Our encoder returns the hidden states of the formulas. Golden checkpoints have the rows of other encoders."""
 
 import dataclasses
 import math
@@ -12,41 +12,6 @@ from torch import Tensor, nn
 from encserve_export import Encoder, EncoderConfig
 from encserve_export.models.own.encoder import EncoderBlock, FeedForward, sinusoids
 from encserve_export.models.own.init import random_encoder
-
-
-def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
-    """Return PyTorch's own encoder with the weights of `encoder`."""
-    config = encoder.config
-    layer = nn.TransformerEncoderLayer(
-        config.d_model,
-        config.n_heads,
-        config.d_ff,
-        dropout=0.0,
-        activation="relu" if config.activation == "relu" else "gelu",
-        layer_norm_eps=config.layer_norm_eps,
-        batch_first=True,
-        norm_first=config.norm == "pre",
-    )
-    final = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.final_norm else None
-    theirs = nn.TransformerEncoder(layer, config.n_layers, final, enable_nested_tensor=False)
-    names = {
-        "attention.qkv.weight": "self_attn.in_proj_weight",
-        "attention.qkv.bias": "self_attn.in_proj_bias",
-        "attention.output": "self_attn.out_proj",
-        "attention_norm": "norm1",
-        "feed_forward_norm": "norm2",
-        "feed_forward.inner": "linear1",
-        "feed_forward.outer": "linear2",
-    }
-    state = {}
-    for name, tensor in encoder.state_dict().items():
-        if name.startswith("embeddings"):
-            continue
-        for ours, other in names.items():
-            name = name.replace(ours, other)
-        state[name.replace("blocks", "layers").replace("final_norm", "norm")] = tensor
-    theirs.load_state_dict(state)
-    return theirs.eval().requires_grad_(False)
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
@@ -65,19 +30,6 @@ def pad(sequences: list[Tensor], filler: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("final_norm", [False, True])
-def test_agrees_with_pytorchs_own_encoder(tiny: EncoderConfig, norm: str, activation: str, final_norm: bool) -> None:
-    config = EncoderConfig.from_mapping(
-        dataclasses.asdict(tiny) | {"norm": norm, "activation": activation, "final_norm": final_norm}
-    )
-    encoder = randomize_norms(random_encoder(config, 0))
-    ids, mask = pad([torch.arange(9), torch.arange(20, 24), torch.tensor([7])], filler=0)
-    want = pytorch_encoder(encoder)(encoder.embeddings(ids), src_key_padding_mask=mask == 0)
-    torch.testing.assert_close(encoder(ids, mask)[mask == 1], want[mask == 1])
-
-
 def test_gelu_tanh_is_the_approximation(tiny: EncoderConfig) -> None:
     exact, approximate = (
         FeedForward(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | {"activation": activation})).activation
@@ -91,8 +43,9 @@ def test_gelu_tanh_is_the_approximation(tiny: EncoderConfig) -> None:
 
 
 def test_sinusoids_follow_the_formula() -> None:
-    table = sinusoids(50, 8)
-    for position in (0, 1, 17, 49):
+    """A table computed in float32 would be wrong by 1e-5 for late positions. The golden rows do not show this error."""
+    table = sinusoids(500, 8)
+    for position in (0, 1, 17, 499):
         for column in range(8):
             angle = position / 10000 ** (2 * (column // 2) / 8)
             want = math.sin(angle) if column % 2 == 0 else math.cos(angle)
@@ -130,13 +83,6 @@ def test_a_block_without_some_parts_follows_the_formula(tiny: EncoderConfig, nor
     y = x + y if residual else y
     want = block.attention_norm(y) if norm == "post" else y
     torch.testing.assert_close(encoder(ids, torch.ones_like(ids))[0], want)
-
-
-def test_without_positions_order_does_not_matter(tiny: EncoderConfig) -> None:
-    encoder = random_encoder(dataclasses.replace(tiny, position="none"), 0)
-    ids = torch.tensor([[5, 9, 2]])
-    mask = torch.ones_like(ids)
-    torch.testing.assert_close(encoder(ids, mask)[:, [2, 0, 1]], encoder(ids[:, [2, 0, 1]], mask))
 
 
 @given(

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder, report
 from encserve_export.bundle.heads import write_head
-from encserve_export.check import agreement
 from encserve_export.check.agreement import (
     Parity,
     case_lengths,
@@ -41,6 +40,7 @@ from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.reference import encoder_reference
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_export.routes import reference as routes_reference
 
 SOURCE = Source("init", "random weights, seed 0")
 # One attention layer of full size with large weights, so that each token attends to few tokens. If two tokens have
@@ -124,12 +124,14 @@ def inspection_gate(encoder: Encoder, graphs: Graphs) -> None:
     check_inspection(folder, graphs.graph, graphs.inspect_graph, encoder_reference(encoder), longest=longest)
 
 
-@pytest.mark.parametrize("gate", [rows_gate, inspection_gate])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_refused(encoder: Encoder, tmp_path: Path, fault: str, gate: Callable[..., Any]) -> None:
+def test_both_gates_refuse_faults(encoder: Encoder, tmp_path: Path, fault: str) -> None:
     graphs = write(FAULTS[fault](encoder), tmp_path)
-    with pytest.raises(ParityError, match=r"error \S+.*, tolerance \S+"):
-        gate(encoder, graphs)
+    figures = r"error .*\d; at most \S+ is allowed"
+    with pytest.raises(ParityError, match=figures):
+        rows_gate(encoder, graphs)
+    with pytest.raises(ParityError, match=figures):
+        inspection_gate(encoder, graphs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -183,13 +185,13 @@ def test_attention_of_another_block_is_refused(tiny: EncoderConfig, tmp_path: Pa
     graphs = write(encoder, tmp_path)
     assert graphs.inspect_graph is not None
     graphs.inspect_graph.attention_weights_names[:] = graphs.inspect_graph.attention_weights_names[::-1]
-    with pytest.raises(ParityError, match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, for 7 tokens"):
+    with pytest.raises(ParityError, match=r"in attention_weights.1, for 7 tokens: the error is \S+; at most 1.0e-05"):
         inspection_gate(encoder, graphs)
 
 
 def test_wrong_inspections_in_lower_precisions_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
-    with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
+    with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+, for .*: a row has the cosine"):
         inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))
     with torch.no_grad():  # the first block now attends to few tokens
         attention: Any = encoder.blocks[0].attention
@@ -197,7 +199,7 @@ def test_wrong_inspections_in_lower_precisions_are_refused(tiny: EncoderConfig, 
     graphs = write(encoder, tmp_path / "sharp", "float16")
     assert graphs.inspect_graph is not None
     graphs.inspect_graph.attention_weights_names[:] = graphs.inspect_graph.attention_weights_names[::-1]
-    with pytest.raises(ParityError, match=r"attention_weights.1: error \S+, tolerance 1.0e-02"):
+    with pytest.raises(ParityError, match=r"attention_weights.1, for .*: the error is \S+; at most 1.0e-02 is allowed"):
         inspection_gate(encoder, graphs)
 
 
@@ -211,18 +213,22 @@ class Maskless(Encoder):
 def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models: Path) -> None:
     encoder = Maskless(tiny)
     encoder.load_state_dict(random_encoder(tiny, 0).state_dict())
-    with pytest.raises(ParityError, match=r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05"):
+    message = r"gives other rows for padded sequences .*: a row has the relative error \S+; at most 1\.0e-05 is allowed"
+    with pytest.raises(ParityError, match=message):
         export_encoder(encoder.eval(), SOURCE, Target(model_repository=models, name="maskless"))
     assert not models.exists()
 
 
-def test_a_refused_export_leaves_nothing(tiny: EncoderConfig, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ParityError("differs")
-
-    monkeypatch.setattr(agreement, "check_rows", refuse)
-    with pytest.raises(ParityError, match="differs"):
-        export_encoder(random_encoder(tiny, 0), SOURCE, Target(model_repository=models, name="wrong"))
+def test_an_export_with_a_faulty_graph_is_refused(
+    encoder: Encoder, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write the graph of another model. The export must compare this graph with the given model, and leave nothing."""
+    wrong = encoder_reference(FAULTS["heads swapped in W_O"](encoder))
+    monkeypatch.setattr(
+        routes_reference, "write_graphs", lambda _, *given, **options: write_graphs(wrong, *given, **options)
+    )
+    with pytest.raises(ParityError, match="differs from PyTorch"):
+        export_encoder(encoder, SOURCE, Target(model_repository=models, name="wrong"))
     assert not models.exists()
 
 
@@ -235,11 +241,11 @@ def test_the_report_warns_of_a_large_float32_error(encoder: Encoder, models: Pat
         return shown.getvalue()
 
     said = reported()
-    figures = r"max error \S+, tolerance 5\.0e-05, from PyTorch in float64; PyTorch's own float32 \S+e-07\n"
+    figures = r"max error \S+, tolerance 5\.0e-05, compared with PyTorch in float64; PyTorch's own float32 error \S+e-0"
     assert re.search(figures, said)
     assert re.search(r"padding +max error \S+, tolerance 1\.0e-05\n", said)
     exported.manifest.parity.float32_error = 1.1e-4
-    assert "own float32 1.1e-04. float32 is off by more than 1e-04 for this model" in reported()
+    assert "own float32 error 1.1e-04. float32 is off by more than 1e-04 for this model" in reported()
 
 
 def test_in_float64_restores_types_and_bits() -> None:
@@ -314,9 +320,9 @@ def test_the_error_is_the_largest_error_of_a_row() -> None:
     got = np.array([[3, 4.5], [0, 100]], np.float32)
     found = compare(got, want, Bounds(error=0.05))
     assert found.error == pytest.approx(0.1)
-    assert found.excess == "relative error 1.0e-01 of a row, tolerance 5.0e-02"
+    assert found.excess == "a row has the relative error 1.0e-01; at most 5.0e-02 is allowed"
     assert not compare(got, want, Bounds(error=0.11, cosine=0.9)).excess
-    assert compare(got, want, Bounds(cosine=0.9999)).excess.startswith("cosine similarity 0.99")
+    assert compare(got, want, Bounds(cosine=0.9999)).excess.startswith("a row has the cosine similarity 0.99")
 
 
 @pytest.mark.parametrize(
@@ -352,5 +358,5 @@ class DifferentInOnnx(nn.Module):
 
 
 def test_a_head_whose_graph_differs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParityError, match=r"differ from PyTorch: relative error 1\.0e-03"):
+    with pytest.raises(ParityError, match=r"differ from PyTorch: a row has the relative error 1\.0e-03"):
         write_head(DifferentInOnnx().requires_grad_(False), 8, tmp_path)

@@ -110,11 +110,11 @@ def test_the_length_of_a_task_may_exceed_max_seq_length(directory: Path) -> None
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
-        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: serve the model with"),
-        ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: serve the model with"),
-        ("sentence_transformers.base.modules.router.Router", "Router module, .*: queries and documents go through"),
-        ("custom_st.Transformer", "has a module custom_st.Transformer: it is not from sentence-transformers, so"),
-        ("pylate.models.Evil.Dense", "has a module pylate.models.Evil.Dense: it is not"),
+        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .* Serve the model with"),
+        ("sentence_transformers.models.CLIPModel", "CLIPModel module, .* Serve the model with"),
+        ("sentence_transformers.base.modules.router.Router", "Router module, .* Queries and documents go through"),
+        ("custom_st.Transformer", "has a module custom_st.Transformer, which is not a class of sentence-transformers"),
+        ("pylate.models.Evil.Dense", "has a module pylate.models.Evil.Dense, which is not"),
     ],
 )
 def test_a_module_is_refused_before_anything_is_loaded(
@@ -138,9 +138,7 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(directory: Path) -> No
         json.dumps({"embedding_dimension": D_MODEL, "num_hidden_layers": 2, "layer_start": 0})
     )
     torch.save({"layer_weights": torch.ones(3)}, directory / path / "pytorch_model.bin")
-    with pytest.raises(
-        UnsupportedModelError, match=r"WeightedLayerPooling module, .*; without modules.json the encoder"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"WeightedLayerPooling module, .* to export only the encoder"):
         read(directory)
 
 
@@ -150,7 +148,7 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
     router = directory / "router_config.json"
     outside = {"../x": "sentence_transformers.models.Transformer"}
     for types, error, problem in (
-        ({"query": "mine.Encoder"}, UnsupportedModelError, "has a module mine.Encoder: it is not"),
+        ({"query": "mine.Encoder"}, UnsupportedModelError, "has a module mine.Encoder, which is not"),
         (outside, CheckpointFileError, "names a folder outside .*: '../x'"),
     ):
         router.write_text(json.dumps({"types": types, "structure": {}, "parameters": {}}))
@@ -164,14 +162,14 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
         ("config_sentence_transformers.json", {"model_type": "Mine"}, "must be one of SentenceTransformer.*was 'Mine'"),
         ("config_sentence_transformers.json", {"requirements": {"torch": ">=99"}}, "cannot load .*ImportError.*torch"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "cannot load .*Default prompt name 'x'"),
-        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put the"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, r"names another tokenizer, 'x'\. Put the"),
         ("sentence_bert_config.json", {"modality_config": {"text": TEXT}}, "cannot load .*directory: ValueError"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "min", "length": 9}},
             "query_expansion is for multi-vector",
         ),
-        ("adapter_config.json", {}, "is an adapter, .* Merge the two with PEFT's merge_and_unload"),
+        ("adapter_config.json", {}, "is an adapter, .* Merge the adapter into that model with PEFT's"),
         (
             "2_Normalize/config.json",
             {"module_output_name": "x"},
@@ -270,7 +268,7 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
               "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
     write_model(tmp_path, [MEAN], encoder={"model_type": "bart", "config": config})
     with pytest.raises(
-        UnsupportedModelError, match="for model_type 'bart' sentence-transformers pools the hidden states"
+        UnsupportedModelError, match="for model_type 'bart', sentence-transformers pools the hidden states"
     ):
         read(tmp_path)
 
@@ -291,6 +289,11 @@ def test_an_unreadable_dense_module_is_refused(tmp_path: Path, config: dict[str,
         read(tmp_path)
 
 
+def test_a_given_pooling_is_refused_for_a_directory_with_a_pooling(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="the files of this checkpoint state its pooling"):
+        export(directory, pooling="cls")
+
+
 def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "directory", [MEAN, ("Dense", {"in_features": 5, "out_features": 3})])
     with pytest.raises(ParityError, match="sentence-transformers itself fails for the text '' with no prompt: .*1x24"):
@@ -302,9 +305,10 @@ def test_module_folders_outside_the_directory_are_refused(directory: Path) -> No
     (directory / "modules.json").write_text(json.dumps([{**modules[0], "path": "../elsewhere"}]))
     with pytest.raises(CheckpointFileError, match=r"names a folder outside .*: '../elsewhere'"):
         transformer_folder(directory)
-    (directory / "modules.json").write_text('[{"idx": 0}]')
-    with pytest.raises(CheckpointFileError, match="must be a list of modules"):
-        read(directory)
+    for modules in ('[{"idx": 0}]', "[]"):
+        (directory / "modules.json").write_text(modules)
+        with pytest.raises(CheckpointFileError, match="must be a list of modules"):
+            read(directory)
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:
@@ -336,6 +340,8 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
     assert not exported.manifest.HasField("text")
     assert "no tokenizer.json: the model will take token ids" in exported.notes["text"]
     assert exported.notes["compared with"] == "transformers"
+    assert exported.manifest.parity.pipeline_texts == 1
+    assert exported.manifest.parity.max_pipeline_error <= 1e-4
 
 
 @pytest.mark.system
@@ -429,7 +435,7 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     from transformers import AutoModel, AutoTokenizer
 
     directory = write(tmp_path / "directory")
-    with pytest.raises(ConfigError, match="computes scores. --pooling is for its encoder alone: give --ignore-head"):
+    with pytest.raises(ConfigError, match="computes scores, so leave out --pooling. To export only the encoder"):
         export(directory, pooling="mean")
     exported = export(directory, ignore_head=True, pooling="mean")
     assert "classifier" in exported.unused_parts
@@ -448,6 +454,8 @@ def test_the_command_exports_the_encoder_of_a_classifier(tmp_path: Path) -> None
 
     arguments = ["hf", str(write_classifier(tmp_path / "m")), "--model-repository", str(tmp_path / "models")]
     refused = CliRunner().invoke(main, [*arguments, "--pooling", "mean"])
-    assert "--pooling is for its encoder alone: give --ignore-head too" in refused.output
-    assert CliRunner().invoke(main, [*arguments, "--ignore-head"]).exit_code == 0
-    assert (tmp_path / "models" / "m" / "1" / "manifest.json").is_file()
+    assert "To export only the encoder with --pooling, give --ignore-head too" in refused.output
+    assert CliRunner().invoke(main, [*arguments, "--ignore-head", "--pooling", "mean"]).exit_code == 0
+    manifest = json.loads((tmp_path / "models" / "m" / "1" / "manifest.json").read_text())
+    assert "scores" not in manifest
+    assert manifest["pooling"] == "POOLING_MEAN"

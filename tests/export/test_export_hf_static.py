@@ -51,7 +51,9 @@ def test_the_truncation_of_a_tokenizer_sets_the_maximum_length(tmp_path: Path) -
 def test_a_model2vec_directory_without_modules_json_is_refused(tmp_path: Path) -> None:
     directory = write_model2vec(tmp_path / "m")
     (directory / "modules.json").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"model2vec directory without modules\.json.* save it again"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model2vec directory without modules\.json.* Save the model again"
+    ):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))
 
 
@@ -74,7 +76,7 @@ def test_an_int8_table_needs_token_weights(weighted: bool, tmp_path: Path) -> No
         assert table is not None
         np.testing.assert_allclose(table, want.numpy(), rtol=1e-6)
         return
-    with pytest.raises(UnsupportedModelError, match="a table must be float32 or float16: export a model"):
+    with pytest.raises(UnsupportedModelError, match="export a model with a float32 or float16 table"):
         read_static(directory)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from checkpoints import DATA
 from fake_hub import COMMIT, fake_hub, hub_variables
 from google.protobuf import json_format
 from huggingface_hub import DryRunFileInfo
@@ -35,9 +36,9 @@ def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -
 
 
 @pytest.mark.system
-def test_a_model_is_downloaded_and_found_again_offline(data: Path, models: Path, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_and_found_again_offline(models: Path, tmp_path: Path) -> None:
     arguments = ("owner/tiny-bert", "--revision", "v2", "--ids-only", "--model-repository", models)
-    with fake_hub("owner/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
+    with fake_hub("owner/tiny-bert", DATA / "hf-bert", ("main", "v2")) as endpoint:
         found = run(endpoint, tmp_path / "hf", *arguments)
     assert found.returncode == 0, found.stderr
     manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
@@ -48,8 +49,8 @@ def test_a_model_is_downloaded_and_found_again_offline(data: Path, models: Path,
 
 
 @pytest.mark.system
-def test_the_error_names_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
-    with fake_hub("owner/tiny-bert", data / "hf-bert") as endpoint:
+def test_the_error_names_a_model_that_cannot_be_downloaded(models: Path, tmp_path: Path) -> None:
+    with fake_hub("owner/tiny-bert", DATA / "hf-bert") as endpoint:
         for arguments, message in (
             (("owner/other",), "no directory owner/other, and no such model on the hub that you can read"),
             (("owner/tiny-bert", "--revision", "v9"), "owner/tiny-bert has no revision 'v9'"),

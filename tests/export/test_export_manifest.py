@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from checkpoints import DATA
 from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
+from encserve_export.core.errors import BundleExistsError
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.reference import count_parameters
 from encserve_export.source.tokenizer import read_tokenizer
@@ -27,7 +30,7 @@ def test_manifest_json_lists_every_other_file(bundles: dict[str, Exported], gold
     }
 
 
-def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) -> None:
+def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported]) -> None:
     manifest = bundles["hf-roberta"].manifest
     assert (manifest.format_version, manifest.name, manifest.version) == (1, "hf-roberta", "1")
     shape = manifest.encoder
@@ -36,7 +39,7 @@ def test_the_manifest_of_a_checkpoint(bundles: dict[str, Exported], data: Path) 
     assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_UNSPECIFIED, False)
     assert (manifest.graph.file, manifest.graph.precision) == ("model.onnx", "float32")
     assert (manifest.source.kind, manifest.source.description) == ("hf", "RobertaModel")
-    weights = (data / "hf-roberta" / "model.safetensors").read_bytes()
+    weights = (DATA / "hf-roberta" / "model.safetensors").read_bytes()
     assert manifest.source.weights_sha256 == hashlib.sha256(weights).hexdigest()
     assert set(manifest.source.versions) >= {"encserve", "onnx", "onnxruntime", "tokenizers", "torch"}
     assert 0 < manifest.parity.max_relative_error <= manifest.parity.tolerance == 5e-5
@@ -66,12 +69,20 @@ def test_random_weights_of_one_seed_give_the_same_bytes(
         contents.append({path.name: path.read_bytes() for path in bundle.iterdir()})
     assert set(contents[0]) == {"manifest.json", "model.onnx", "model.onnx.data", "inspect.onnx", "tokenizer.json"}
     assert contents[0] == contents[1]
+    with pytest.raises(BundleExistsError, match="or --overwrite to replace it"):
+        export_init(tiny, 5, target, tokenizer=tokenizer)
 
 
-def test_one_checkpoint_gives_the_same_bytes(bundles: dict[str, Exported], data: Path, models: Path) -> None:
-    again = export_hf(data / "hf-bert", Target(model_repository=models, name="hf-bert"), ids_only=True).path
+def test_one_checkpoint_gives_the_same_bytes_and_nothing_else(
+    bundles: dict[str, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Export a checkpoint again, and expect the same bytes. The export must not create the cache folder."""
+    monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    models = tmp_path / "models"
+    again = export_hf(DATA / "hf-bert", Target(model_repository=models, name="hf-bert"), ids_only=True).path
     for path in bundles["hf-bert"].path.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_everything_that_changes_vectors_changes_the_fingerprint(bundles: dict[str, Exported]) -> None:

@@ -22,23 +22,6 @@ from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(it, marks=pytest.mark.system) for it in ("token-pooling", "stanford"))]
-)
-def test_vectors_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
-    """Export directories in a few layouts, and expect the vectors of sentence-transformers.
-
-    The end-to-end tests compare all layouts through a server.
-    """
-    DIRECTORIES[name](tmp_path / name)
-    found = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m")).manifest
-    assert found.multi_vector.width == WIDTH
-    assert found.parity.pipeline_texts == 24
-    assert found.parity.max_pipeline_error <= 1e-5
-    assert found.parity.max_maxsim_error <= 1e-5
-    assert found.document.HasField("token_pooling") == (name == "token-pooling")
-
-
 def others_skipped(spec: ModelSpec) -> dict[str, Any]:
     del spec.tasks["document"].skipped_token_ids[:]
     return {}
@@ -96,14 +79,6 @@ def test_the_manifest_describes_queries_and_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
-def test_unattended_tokens_have_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
-    DIRECTORIES[name](tmp_path / name)
-    found = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
-    assert found.parity.max_pipeline_error <= 1e-5
-
-
-@pytest.mark.system
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_other_precisions_report_the_error_of_scores(precision: Precision, tmp_path: Path) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
@@ -120,7 +95,7 @@ def test_other_precisions_report_the_error_of_scores(precision: Precision, tmp_p
 def test_a_precision_that_changes_scores_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
-    figures = r"by \d\.\de-05 of its query's best score, at most 1.0e-06 is allowed; float32 is exact"
+    figures = r"by \d\.\de-05 of its query's best score; at most 1.0e-06 is allowed. Export in float32 instead"
     with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
     assert not (tmp_path / "models").exists()
@@ -170,7 +145,7 @@ def test_a_module_of_another_package_is_never_imported(tmp_path: Path) -> None:
     path = tmp_path / "m" / "modules.json"
     path.write_text(path.read_text().replace("pylate.models.Dense.Dense", "antigravity.Dense"))
     assert (
-        "has a module antigravity.Dense: it is not from sentence-transformers, so its code never runs here"
+        "has a module antigravity.Dense, which is not a class of sentence-transformers. The exporter never runs"
         in refused(tmp_path / "m", tmp_path)
     )
 
@@ -213,6 +188,6 @@ def test_tokens_with_an_empty_attention_window_are_refused(tmp_path: Path) -> No
         encoder={"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
         transformer={"query_expansion": {"strategy": "fixed", "length": 32}},
     )(tmp_path / "m")
-    assert "gives another vector than sentence-transformers for the text '' with the task query: relative error" in (
+    assert "gives another vector than sentence-transformers for the text '' with the task query: a row has" in (
         refused(tmp_path / "m", tmp_path)
     )

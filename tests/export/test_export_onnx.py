@@ -31,7 +31,13 @@ from onnx_files import (
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
-from encserve_export.core.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
+from encserve_export.core.errors import (
+    BundleExistsError,
+    ConfigError,
+    TokenizerError,
+    UnsupportedModelError,
+    VocabularyError,
+)
 from encserve_export.core.precision import Precision
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
@@ -136,26 +142,18 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
     assert "the hidden states are the output hidden; there are 50 token ids" in result.stderr
 
 
-def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:
-    file.write_bytes(b"no model")
-    result = run("onnx", file, "--model-repository", models, "--name", "m")
-    assert result.exit_code == 1
-    assert f"Error: {file} is not an ONNX file" in result.stderr
-    assert not models.exists()
-
-
-def test_an_existing_version_is_kept(file: Path, models: Path) -> None:
-    arguments = ("onnx", save(build(), file), "--model-repository", models, "--name", "m", "--max-sequence-tokens", 16)
-    assert run(*arguments).exit_code == 0
-    assert "--overwrite" in run(*arguments).stderr
-    assert run(*arguments, "--overwrite").exit_code == 0
-
-
 def test_the_same_file_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
     save_with_data(build(), file)
     paths = [export_onnx(file, Target(model_repository=tmp_path / at, name="mine"), SHORT).path for at in "ab"]
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in paths]
     assert contents[0] == contents[1]
+
+
+def test_an_existing_version_is_kept(file: Path, target: Target) -> None:
+    export_onnx(save(build(), file), target, SHORT)
+    with pytest.raises(BundleExistsError, match="or --overwrite to replace it"):
+        export_onnx(file, target, SHORT)
+    export_onnx(file, dataclasses.replace(target, overwrite=True), SHORT)
 
 
 def test_external_data_are_embedded(file: Path, target: Target) -> None:
@@ -323,7 +321,7 @@ def test_a_tokenizer_with_too_many_ids_is_refused(
     file: Path, target: Target, write_tokenizer: Callable[..., Path]
 ) -> None:
     tokenizer = read_tokenizer(write_tokenizer(file.parent / "words.json", 60))
-    with pytest.raises(TokenizerError, match="token ids up to 59 .*; the model's vocab_size is 50"):
+    with pytest.raises(TokenizerError, match="token ids up to 59 .*, but the model's vocab_size is 50"):
         export_onnx(save(build(), file), target, OnnxOptions(max_sequence_tokens=16, tokenizer=tokenizer))
 
 

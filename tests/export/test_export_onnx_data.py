@@ -39,7 +39,8 @@ def refused(file: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "location", ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret"]
+    "location",
+    ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret", "", "a\0b"],
 )
 def test_paths_outside_the_folder_are_refused(file: Path, secret: Path, location: str) -> None:
     point_elsewhere(file, location=location)
@@ -57,7 +58,7 @@ def test_an_absolute_path_is_refused(file: Path) -> None:
 def test_a_link_to_a_file_outside_is_refused(file: Path, secret: Path) -> None:
     (file.parent / "weights.bin").unlink()
     (file.parent / "weights.bin").symlink_to(secret)
-    assert f"'weights.bin', a link to {secret}, outside the folder of the ONNX file; copy" in refused(file)
+    assert f"'weights.bin', a link to {secret}, outside the folder of the ONNX file. Copy" in refused(file)
 
 
 def test_a_link_to_a_folder_outside_is_refused(file: Path, secret: Path) -> None:
@@ -137,12 +138,6 @@ def test_a_path_that_is_not_a_regular_file_is_refused(file: Path) -> None:
     assert "weights.bin is not a regular file" in refused(file)
 
 
-@pytest.mark.parametrize("location", ["", "a\0b"])
-def test_an_empty_path_is_refused(file: Path, location: str) -> None:
-    point_elsewhere(file, location=location)
-    assert refused(file).startswith(f"tensor 'table' has its data in {location!r}; the file must be in the folder")
-
-
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -152,7 +147,7 @@ def test_an_empty_path_is_refused(file: Path, location: str) -> None:
         ({"length": "-1"}, "tensor 'table' has length -1 in weights.bin; its shape (50, 8) of float32 takes "),
         ({"length": "8"}, f"has length 8 in weights.bin; its shape (50, 8) of float32 takes {TABLE_BYTES} bytes"),
         ({"offset": "999999"}, "tensor 'table' lies at bytes 999999 to 1001599 of "),
-        ({"offset": "8192"}, "the file is incomplete, or belongs to another model"),
+        ({"offset": "8192"}, "The file is incomplete, or belongs to another model"),
     ],
 )
 def test_wrong_offsets_and_lengths_are_refused(file: Path, entries: dict[str, str], said: str) -> None:
@@ -163,7 +158,7 @@ def test_wrong_offsets_and_lengths_are_refused(file: Path, entries: dict[str, st
 def test_a_weights_file_that_is_too_short_is_refused(file: Path) -> None:
     content = (file.parent / "weights.bin").read_bytes()
     (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
-    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes; the file is incomplete" in refused(file)
+    assert f"weights.bin, which has {TABLE_BYTES - 1} bytes. The file is incomplete" in refused(file)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])

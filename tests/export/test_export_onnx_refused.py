@@ -145,8 +145,8 @@ def all_fixed(model: onnx.ModelProto) -> None:
         (
             set_outputs(value("sentence", FLOAT, ["batch", 8])),
             "the model pools: its outputs are sentence float32 (batch, 8), one vector for each sequence. A bundle "
-            "needs the rows before pooling, (batch, seq, d_model): export the model without its pooling, and name the "
-            "pooling with --pooling",
+            "needs the hidden states before pooling, (batch, seq, d_model). Export the model without its pooling, and "
+            "name the pooling with --pooling",
         ),
         (
             set_outputs(value("logits", INT64, ["batch"])),
@@ -154,8 +154,8 @@ def all_fixed(model: onnx.ModelProto) -> None:
         ),
         (
             set_outputs(value("half", FLOAT16, ROWS)),
-            "the output half float16 (batch, seq, 8) must be float32: export the model in float32, or keep the weights "
-            "in float16 and let the graph end with a Cast to float32 (keep_io_types=True",
+            "the output half float16 (batch, seq, 8) must be float32. Export the model in float32. Or keep the weights "
+            "in float16, and end the graph with a Cast to float32 (keep_io_types=True",
         ),
         (
             set_outputs(value("double", TensorProto.DOUBLE, ROWS)),
@@ -412,7 +412,8 @@ def test_a_model_that_ignores_its_mask_is_refused(refused: Callable[..., str]) -
         node_of(model, "total").input[0] = "placed"
 
     text = refused(ignore, ParityError)
-    assert re.search(r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05, in a batch of", text)
+    message = r"gives other rows for padded sequences in a batch .*: a row has the relative error \S+; at most 1\.0e-05"
+    assert re.search(message, text)
     assert "the model ignores its attention mask or a part of the mask" in text
 
 

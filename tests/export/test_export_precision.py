@@ -49,21 +49,14 @@ def test_products_of_8_bits_are_exact() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "split-qkv",
-        *(pytest.param(it, marks=pytest.mark.system) for it in ("hf-bert", "torch-native-pre", "attention-only")),
-    ],
-)
-def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: str, precision: Precision) -> None:
-    manifest = export_golden(name, models, precision).manifest
+def test_a_golden_checkpoint(bundles: dict[str, Exported], models: Path, precision: Precision) -> None:
+    manifest = export_golden("split-qkv", models, precision).manifest
     parity = manifest.parity
     assert manifest.graph.precision == precision
     assert parity.tolerance == 0
     assert 1 >= parity.min_cosine >= parity.required_min_cosine == {"float16": 0.999, "int8": 0.99}[precision]
     assert 1 >= parity.min_padding_cosine >= parity.required_min_padding_cosine == 0.999
-    assert manifest.parameters == bundles[name].manifest.parameters
+    assert manifest.parameters == bundles["split-qkv"].manifest.parameters
 
 
 @pytest.mark.system
@@ -140,7 +133,7 @@ def test_a_layer_with_a_large_int8_error_stays_float32(models: Path) -> None:
 @pytest.mark.system
 def test_rows_with_a_large_int8_error_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "MAX_INT8_LAYER_ERROR", np.inf)
-    message = r"differs from PyTorch: cosine similarity \S+ of a row, at least 0\.99 is required; float32 is exact, in"
+    message = r"differs from PyTorch in .*: a row has the cosine similarity \S+; at least 0\.99 is required\."
     with pytest.raises(ParityError, match=message):
         export(hard_to_round(), models, "int8")
     assert not models.exists()
@@ -151,7 +144,9 @@ def test_numbers_too_large_for_float16_are_refused(tiny: EncoderConfig, models: 
     encoder = random_encoder(tiny, 0)
     with torch.no_grad():
         encoder.embeddings.tokens.weight.mul_(1e7)
-    with pytest.raises(ParityError, match=r"not finite for inputs of shape \(1, 1\), in float16; float32 is exact"):
+    with pytest.raises(
+        ParityError, match=r"not finite for inputs of shape \(1, 1\), in float16\. Export in float32 instead"
+    ):
         export(encoder, models, "float16")
     assert not models.exists()
 

@@ -1,29 +1,25 @@
-"""Exports of cross-encoders and classifiers: ids and scores equal the library's, and wrong files are refused."""
+"""Exports of cross-encoders and classifiers. Ids and scores must equal the ids and scores of sentence-transformers."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from exporting import export_once
 from safetensors.torch import load_file, save_file
-from score_models import MODELS, PAIRS, TEXTS, change, library_scores, worst_error, write_scores
+from score_models import PAIRS, change, library_scores, worst_error, write_scores
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.cli import main
 from encserve_export.core.errors import (
-    ConfigError,
     ExportError,
     ParityError,
     UnsupportedModelError,
     WeightNamesError,
 )
-from encserve_export.models import pretrained
+from encserve_export.kinds.reading import read
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_server.offline import Embedder
 
@@ -63,18 +59,11 @@ def test_a_cross_encoder_is_recognised(bert: Path, tmp_path: Path) -> None:
         assert worst_error(embedder.embed(PAIRS[:5], output="scores", truncate=True), want) <= 1e-4
 
 
-@pytest.mark.parametrize("labels", [1, pytest.param(3, marks=pytest.mark.system)])
+@pytest.mark.parametrize("labels", [1, 3])
 def test_a_plain_regression_has_no_activation(tmp_path: Path, labels: int) -> None:
-    directory = write_scores(tmp_path / "model", labels=labels, problem_type="regression")
-    assert export(directory, tmp_path).manifest.scores.activation == manifest_pb2.ACTIVATION_NONE
-
-
-def test_the_encoder_alone_is_still_exported(bert: Path, tmp_path: Path) -> None:
-    manifest = export(bert, tmp_path, ignore_head=True, pooling="mean").manifest
-    assert not manifest.HasField("scores")
-    assert manifest.pooling == manifest_pb2.POOLING_MEAN
-    with pytest.raises(ConfigError, match="--pooling is for its encoder alone: give --ignore-head too"):
-        export(bert, tmp_path, pooling="mean")
+    scores = read(write_scores(tmp_path / "model", labels=labels, problem_type="regression")).scores
+    assert scores is not None
+    assert scores.activation == manifest_pb2.ACTIVATION_NONE
 
 
 def _without_classifier(directory: Path) -> None:
@@ -124,18 +113,9 @@ def test_a_model_that_a_bundle_cannot_express_is_refused(directory: Path, tmp_pa
         export(directory, tmp_path)
 
 
-def test_logits_of_another_model_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a wrong eps in the graph and in our reference. Only the comparison of logits can find this fault."""
-    load = pretrained.load_model
-
-    def misread(*arguments: Any, **options: Any) -> Any:
-        reference = load(*arguments, **options)
-        for part in reference.module.modules():
-            if isinstance(part, torch.nn.LayerNorm):
-                part.eps = 1e-3
-        return reference
-
-    monkeypatch.setattr(pretrained, "load_model", misread)
+@pytest.mark.usefixtures("_misread_eps")
+def test_logits_of_another_model_are_refused(bert: Path, tmp_path: Path) -> None:
+    """Only the comparison of logits can find this fault."""
     with pytest.raises(ParityError, match="the bundle gives other logits than sentence-transformers for the pair"):
         export(bert, tmp_path)
     assert not (tmp_path / "models").exists()
@@ -155,7 +135,7 @@ def test_the_report_shows_the_labels_and_the_comparison(tmp_path: Path) -> None:
 
 def test_only_the_second_text_is_cut(directory: Path, tmp_path: Path) -> None:
     _transformer(processing_kwargs={"text": {"truncation": "only_second"}})(directory)
-    # sentence-transformers fails if the first text leaves no room, so its own comparison needs short first texts.
+    # sentence-transformers fails if the first text leaves no room for the second. The export compares such pairs.
     with pytest.raises(ExportError, match="sentence-transformers itself fails"):
         export(directory, tmp_path)
 
@@ -163,30 +143,6 @@ def test_only_the_second_text_is_cut(directory: Path, tmp_path: Path) -> None:
 def test_labels_that_are_too_many_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="must have 1 to 16384 labels; has 16385"):
         export(write_scores(tmp_path / "model", labels=16_385), tmp_path)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("name", MODELS)
-def test_ids_and_scores_equal_sentence_transformers(name: str, tmp_path: Path) -> None:
-    """Compare the scores of 38 pairs and of texts, alone and together. The export itself compares ids and logits."""
-    row = MODELS[name]
-    directory = row.write(tmp_path / "model")
-    target = Target(model_repository=tmp_path / "models", name=name)
-    exported = export_once(export_hf, directory, target=target)
-    settings = directory / "config_sentence_transformers.json"
-    prompts = json.loads(settings.read_text()).get("prompts", {}) if settings.is_file() else {}
-    assert set(row.prompts) <= set(prompts)
-    inputs: list[Any] = list(PAIRS) if row.pairs_only else [*PAIRS, *TEXTS]
-    if name in ("qwen3", "gemma3"):
-        inputs = [it for it in inputs if it != ("", "")]  # without special tokens, this pair has no token
-    with Embedder(exported.path, tune_batches=False, cache_dir=Path("off")) as embedder:
-        for prompt_name in ("", *row.prompts):
-            want = library_scores(directory, inputs, prompts.get(prompt_name, ""))
-            options: dict[str, Any] = {"output": "scores", "truncate": True, "prompt_name": prompt_name}
-            together = embedder.embed(inputs, **options)
-            alone = np.concatenate([embedder.embed([it], **options) for it in inputs])
-            assert worst_error(together, want) <= 1e-4
-            assert worst_error(alone, want) <= 1e-4
 
 
 @pytest.mark.system

@@ -1,4 +1,4 @@
-"""Exports of checkpoints with random initial weights, in a tiny size and in full size.
+"""Exports of checkpoints with random initial weights, in full size.
 
 The weights of each layout are drawn in the same way as in the layout's original code.
 """
@@ -25,7 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torch-native": {"n_layers": 6, "norm": "pre", "activation": "gelu", "final_norm": True},
 }
 FULL = {"d_model": 512, "n_heads": 8, "d_ff": 2048, "vocab_size": 1000, "max_sequence_tokens": 64}
-TINY = {"d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "vocab_size": 50, "max_sequence_tokens": 16}
 # The standard deviation of the initial weights. These two layouts use plain matrices. The other layouts use PyTorch
 # modules with PyTorch's initial weights.
 DEVIATIONS = {"attention-only": 1.0, "raw-matrices": 0.1}
@@ -45,13 +44,11 @@ def draw(layout: str, encoder: Encoder) -> None:
             encoder.embeddings.tokens.weight.normal_(std=0.1)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "size", [pytest.param("tiny", marks=pytest.mark.system), pytest.param("full", marks=pytest.mark.weekly)]
-)
 @pytest.mark.timeout(900)
-def test_initial_weights_of_each_layout(layout: str, size: str, models: Path, tmp_path: Path) -> None:
-    fields = PLAIN | (FULL | SETTINGS[layout] if size == "full" else SETTINGS[layout] | TINY) | VARIANTS.get(layout, {})
+def test_initial_weights_of_each_layout(layout: str, models: Path, tmp_path: Path) -> None:
+    fields = PLAIN | FULL | SETTINGS[layout] | VARIANTS.get(layout, {})
     encoder = Encoder(EncoderConfig.from_mapping(fields)).eval().requires_grad_(False)
     draw(layout, encoder)
     table = {"embedding.weight": encoder.embeddings.tokens.weight.clone()}

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from architectures import change_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -13,9 +13,6 @@ from encserve_export import Target, export_hf
 from encserve_export.core.errors import ConfigError, TokenizerError
 from encserve_export.routes.hf import longest_sequence
 from encserve_export.source.tokenizer import read_tokenizer
-
-if TYPE_CHECKING:
-    from tests.export.conftest import Checkpoint
 
 
 @pytest.mark.parametrize("fixed_length", [None, 12])
@@ -33,15 +30,15 @@ def test_a_vocabulary_of_one_word_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_a_tokenizer_is_loaded_like_in_transformers(
-    bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
+    bert: Path, models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
     """Export a BERT whose tokenizer.json has a truncation, and expect a tokenizer without truncation.
 
     For a BERT, transformers reads only the vocabulary of tokenizer.json.
     """
-    write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
-    bert.set(pad_token_id=5)
-    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
+    write_tokenizer(bert / "tokenizer.json", 101, fixed_length=12)
+    change_config(bert, pad_token_id=5)
+    exported = export_hf(bert, Target(model_repository=models, name="bert"))
     written = json.loads((exported.path / "tokenizer.json").read_text())
     assert (written["model"]["type"], written["truncation"], written["padding"]) == ("WordPiece", None, None)
     assert exported.manifest.text.tokenizer_file == "tokenizer.json"
@@ -50,11 +47,11 @@ def test_a_tokenizer_is_loaded_like_in_transformers(
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(
-    bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
+    bert: Path, models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
-    write_tokenizer(bert.path / "tokenizer.json", 102)
-    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\); the model's vocab_size is 101"):
-        export_hf(bert.path, Target(model_repository=models, name="bert"))
+    write_tokenizer(bert / "tokenizer.json", 102)
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\), but the model's vocab_size is 101"):
+        export_hf(bert, Target(model_repository=models, name="bert"))
     assert not models.exists()
 
 
@@ -67,7 +64,7 @@ def test_the_ids_of_special_tokens_are_checked_too(tmp_path: Path, write_tokeniz
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
     path.write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\); the model's vocab_size is 101"):
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101 \(.*\), but the model's vocab_size is 101"):
         read_tokenizer(path).check_fits(101)
 
 
@@ -88,19 +85,30 @@ def test_an_empty_tokenizer_is_refused(tmp_path: Path, write_tokenizer: Callable
         read_tokenizer(path)
 
 
-def write_length(folder: Path, content: object, name: str = "sentence_bert_config.json") -> None:
-    (folder / name).write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize(
     ("usual", "asked", "longest", "remark"),
     [
         (None, None, 512, ""),
         (None, 20, 20, ""),
         (512, None, 512, ""),
-        (256, None, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
-        (514, None, 512, "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, its positions are 512"),
-        (256, 256, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
+        (
+            256,
+            None,
+            256,
+            "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, the model has 512 positions",
+        ),
+        (
+            514,
+            None,
+            512,
+            "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, the model has 512 positions",
+        ),
+        (
+            256,
+            256,
+            256,
+            "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, the model has 512 positions",
+        ),
         (256, 512, 512, "than 256 tokens, sentence-transformers gives different vectors"),
         (256, 128, 128, "than 128 tokens, sentence-transformers gives different vectors"),
     ],
@@ -118,32 +126,24 @@ def test_sentence_transformers_sets_the_maximum_length(
     assert bool(said) == bool(remark)
 
 
-def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models: Path) -> None:
-    write_length(bert.path, {"max_seq_length": 40, "do_lower_case": False})
-    exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
+def test_the_longest_text_is_read_from_the_checkpoint(bert: Path, models: Path) -> None:
+    (bert / "sentence_bert_config.json").write_text('{"max_seq_length": 40, "do_lower_case": false}')
+    exported = export_hf(bert, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
     assert "the checkpoint's max_seq_length is 40" in exported.notes["longest"]
 
 
 @pytest.mark.system
-def test_the_report_names_a_length_from_the_tokenizer(bert: "Checkpoint", models: Path) -> None:
-    (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
-    exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
+def test_the_report_names_a_length_from_the_tokenizer(bert: Path, models: Path) -> None:
+    (bert / "tokenizer_config.json").write_text('{"model_max_length": 40}')
+    exported = export_hf(bert, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
-    assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, its positions are 66")
-    longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
+    assert exported.notes["longest"].endswith("the checkpoint's model_max_length is 40, the model has 66 positions")
+    longer = export_hf(bert, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
     assert "For texts of more than 40 tokens, sentence-transformers gives different vectors" in longer.notes["longest"]
 
 
-def test_a_length_beyond_the_positions_is_always_refused(bert: "Checkpoint", models: Path) -> None:
-    write_length(bert.path, {"max_seq_length": 70})
+def test_a_length_beyond_the_positions_is_always_refused(bert: Path, models: Path) -> None:
+    (bert / "sentence_bert_config.json").write_text('{"max_seq_length": 70}')
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
-        export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67, ids_only=True)
-
-
-def test_an_export_leaves_no_weights_in_the_cache_of_servers(
-    data: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    export_hf(data / "hf-distilbert", Target(model_repository=models, name="m"), ids_only=True)
-    assert not (tmp_path / "cache").exists()
+        export_hf(bert, Target(model_repository=models, name="bert"), max_sequence_tokens=67, ids_only=True)

@@ -15,7 +15,6 @@ from encserve_export.check import pipeline
 from encserve_export.core.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
 from encserve_export.kinds.reading import read
-from encserve_export.models import pretrained
 from encserve_export.source.tokenizer import load_tokenizer, open_tokenizer, read_tokenizer, write_tokenizer
 from encserve_export.source.tokenizer_probes import difficult_texts
 from encserve_server.errors import InvalidField
@@ -257,17 +256,20 @@ def test_a_directory_with_only_a_sentencepiece_file_is_exported(model_type: str,
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
-def test_a_misread_maximum_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misread_maximum_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = {"max_seq_length": 50}
-    directory = write_directory(tmp_path / "directory", "no settings", modules=modules, transformer=transformer)
-    if modules:
-        monkeypatch.setattr(dense, "read_lengths", lambda *_: {"max_seq_length": 48})
-        with pytest.raises(
-            ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"
-        ):
-            export(directory)
-        monkeypatch.undo()
+    directory = write_directory(tmp_path / "directory", "no settings", modules=True, transformer=transformer)
+    monkeypatch.setattr(dense, "read_lengths", lambda *_: {"max_seq_length": 48})
+    with pytest.raises(ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"):
+        export(directory)
+    monkeypatch.undo()
+    assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
+
+
+@pytest.mark.system
+def test_ids_are_compared_up_to_the_given_length_without_modules(tmp_path: Path) -> None:
+    """transformers must cut texts to the given length too. Otherwise, the comparison refuses a correct bundle."""
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
 
@@ -341,7 +343,10 @@ def test_rows_of_a_model_with_a_chat_template_are_compared(tmp_path: Path) -> No
             "fails for a prompt, which becomes a system message",
         ),
         ("{{ strftime_now('%d') }} {{ messages[0].content }}", "writes the date"),
-        (CHATML + "{% if messages[0].role == 'system' %}!{% endif %}", "ends differently after a prompt"),
+        (
+            CHATML + "{% if messages[0].role == 'system' %}!{% endif %}",
+            "a prompt changes the end that the chat template adds",
+        ),
         (CHATML + "{% if task == 'query' %}?{% endif %}", "treats queries and documents differently"),
     ],
 )
@@ -357,21 +362,9 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
         export(write_chat(tmp_path / "directory", template))
 
 
-def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a wrong eps in the graph and in our reference, and expect an error.
-
-    The graph and our reference agree. So only the comparison with transformers can find this fault.
-    """
-    load = pretrained.load_model
-
-    def misread(*arguments: Any, **options: Any) -> Any:
-        reference = load(*arguments, **options)
-        for part in reference.module.modules():
-            if isinstance(part, torch.nn.LayerNorm):
-                part.eps = 1e-3
-        return reference
-
-    monkeypatch.setattr(pretrained, "load_model", misread)
+@pytest.mark.usefixtures("_misread_eps")
+def test_a_misread_configuration_is_refused(tmp_path: Path) -> None:
+    """Only the comparison with transformers can find this fault."""
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match="transformers"):
         export(directory)
@@ -382,11 +375,3 @@ def test_ids_only_is_refused_for_a_directory_with_a_tokenizer(tmp_path: Path) ->
     directory = write_directory(tmp_path / "directory", "no settings")
     with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, but .* has a tokenizer"):
         export(directory, ids_only=True)
-
-
-def test_rows_are_compared_without_a_tokenizer(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings")
-    (directory / "tokenizer.json").unlink()
-    parity = export(directory, ids_only=True).manifest.parity
-    assert parity.pipeline_texts == 1
-    assert parity.max_pipeline_error <= 1e-4

@@ -4,15 +4,13 @@ The bundle must return the hidden states and the attention weights of transforme
 must fail with advice.
 """
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, build, change_config, save
+from architectures import ARCHITECTURES, Architecture, add_onnx_file, build, change_config, save
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -25,9 +23,7 @@ from encserve_export.core.errors import (
     ExportError,
     ParityError,
     UnsupportedModelError,
-    WeightNamesError,
     WeightShapeError,
-    WeightValueError,
 )
 from encserve_export.core.precision import BOUNDS, Precision
 from encserve_export.models.graphs import write_graphs
@@ -150,14 +146,6 @@ def test_the_manifest_describes_the_model(data2vec: Path, models: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_longest_sequence_is_limited_by_the_positions(data2vec: Path, models: Path) -> None:
-    (data2vec / "tokenizer_config.json").write_text('{"model_max_length": 30}')
-    assert export(data2vec, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
-    with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 64 for this model; was 65"):
-        export(data2vec, models, max_sequence_tokens=65)
-
-
-@pytest.mark.system
 def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: Path) -> None:
     """Export a model with longrope for long sequences. Expect an error that names the longest possible length.
 
@@ -169,17 +157,9 @@ def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: P
     }  # fmt: skip
     settings = NAMED["Qwen3"].settings | {"rope_parameters": scaling, "max_position_embeddings": 60}
     directory = save(Architecture("Long", "qwen3", settings), tmp_path)
-    with pytest.raises(ExportError, match="more than 30 tokens .*: give --max-sequence-tokens 30 or less"):
+    with pytest.raises(ExportError, match="more than 30 tokens .*Give --max-sequence-tokens 30 or less"):
         export(directory, models, max_sequence_tokens=60)
     assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
-
-
-def test_the_report_names_unused_heads(data2vec: Path, models: Path) -> None:
-    weights = load_file(data2vec / "model.safetensors")
-    own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
-    head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
-    save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
-    assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler does not affect hidden states"
 
 
 @pytest.mark.system
@@ -209,15 +189,12 @@ def test_weights_with_other_names_and_types_give_the_same_rows(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_hidden_layers": 3}, WeightNamesError, r"weights are missing: encoder\.layer\.2\..* and \d+ more"),
-        ({"num_hidden_layers": 1}, WeightNamesError, r"does not have: encoder\.layer\.1\..* and \d+ more"),
         ({"intermediate_size": 64}, WeightShapeError, r"has shape \(128,\); config.json asks for \(64,\), and 5 more"),
-        ({"num_attention_heads": 5}, ConfigError, "transformers cannot load .* as Data2VecTextModel"),
         ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer version"),
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
             UnsupportedModelError,
-            "needs its own code .* never executed; export the model to ONNX yourself",
+            r"needs its own code .* never executed\. Instead, export the model to ONNX yourself",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantized"),
     ],
@@ -227,37 +204,6 @@ def test_a_configuration_of_another_model_is_refused(
 ) -> None:
     change_config(data2vec, **settings)
     with pytest.raises(error, match=message):
-        export(data2vec, models)
-    assert not models.exists()
-
-
-def test_weights_that_are_not_finite_are_refused(data2vec: Path, models: Path) -> None:
-    name = "encoder.layer.0.output.dense.bias"
-    bias = load_file(data2vec / "model.safetensors")[name]
-    bias[3] = float("nan")
-    change(data2vec, **{name: bias})
-    with pytest.raises(WeightValueError, match=f"{name} must be finite; 1 of its 64 numbers"):
-        export(data2vec, models)
-    assert not models.exists()
-
-
-def test_integer_weights_are_refused(data2vec: Path, models: Path) -> None:
-    name = "encoder.layer.0.output.dense.weight"
-    shape = load_file(data2vec / "model.safetensors")[name].shape
-    change(data2vec, **{name: torch.ones(shape, dtype=torch.int8)})
-    with pytest.raises(WeightValueError, match=f"{name} must hold floating-point numbers; was int8"):
-        export(data2vec, models)
-    assert not models.exists()
-
-
-def test_the_error_names_a_missing_shard(data2vec: Path, models: Path) -> None:
-    weights = load_file(data2vec / "model.safetensors")
-    (data2vec / "model.safetensors").rename(data2vec / "model-00001-of-00002.safetensors")
-    names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
-    (data2vec / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(
-        CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing, but the index names it"
-    ):
         export(data2vec, models)
     assert not models.exists()
 
@@ -278,23 +224,6 @@ def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.Captur
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_a_model_whose_padding_changes_rows_is_refused(
-    data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Export a model that ignores its mask, in PyTorch and in the graph. Expect an error."""
-    from transformers import Data2VecTextModel
-
-    forward = Data2VecTextModel.forward
-
-    def forgetful(self: Any, input_ids: Tensor, attention_mask: Tensor, **more: Any) -> Any:
-        return forward(self, input_ids, attention_mask=attention_mask * 0 + 1, **more)
-
-    monkeypatch.setattr(Data2VecTextModel, "forward", forgetful)
-    with pytest.raises(ParityError, match="Data2VecTextModel gives different rows in a padded batch, even in PyTorch"):
-        export(data2vec, models)
-    assert not models.exists()
-
-
 @pytest.mark.system
 def test_a_model_without_hidden_states_is_exported_without_inspection(
     data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +238,10 @@ def test_a_model_without_hidden_states_is_exported_without_inspection(
     monkeypatch.setattr(Data2VecTextModel, "forward", closed)
     exported = export(data2vec, models)
     assert not exported.manifest.HasField("inspect_graph")
-    assert exported.notes["inspection"] == "not possible: the model gives no hidden states and attention weights"
+    assert (
+        exported.notes["inspection"]
+        == "not possible: the model does not return the hidden states and attention weights of all blocks"
+    )
 
 
 @pytest.mark.system
@@ -319,9 +251,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 ) -> None:
     """Export the ONNX file of a directory. Expect an error if the hidden states differ from transformers."""
     exported = export(data2vec, tmp_path / "before")
-    (data2vec / "onnx").mkdir()
-    for file in exported.path.glob("model.onnx*"):
-        shutil.copy(file, data2vec / "onnx")
+    add_onnx_file(data2vec, exported.path)
     if not true:
         bias = load_file(data2vec / "model.safetensors")["embeddings.LayerNorm.bias"]
         change(data2vec, embeddings__LayerNorm__weight=bias)
@@ -346,9 +276,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
     (directory / "model.safetensors").unlink()
     with pytest.raises(CheckpointFileError, match="holds no weights; looked for"):
         export(directory, models)
-    (directory / "onnx").mkdir()
-    for file in bundle.glob("model.onnx*"):
-        shutil.copy(file, directory / "onnx")
+    add_onnx_file(directory, bundle)
     exported = export(directory, models)
     assert exported.manifest.source.route == "onnx"
     assert exported.notes["route"] == "onnx/model.onnx; the directory holds no weights for transformers"
@@ -357,9 +285,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
 @pytest.mark.system
 def test_the_onnx_file_of_an_unknown_model_type_is_used(data2vec: Path, models: Path, tmp_path: Path) -> None:
     bundle = export(data2vec, tmp_path / "before").path
-    (data2vec / "onnx").mkdir()
-    for file in bundle.glob("model.onnx*"):
-        shutil.copy(file, data2vec / "onnx")
+    add_onnx_file(data2vec, bundle)
     change_config(data2vec, model_type="unheard")
     exported = export(data2vec, models)
     assert exported.manifest.source.route == "onnx"
@@ -367,15 +293,10 @@ def test_the_onnx_file_of_an_unknown_model_type_is_used(data2vec: Path, models: 
     assert exported.manifest.parity.tolerance == 0, "nothing to compare with"
 
 
-def test_the_onnx_route_needs_an_onnx_file(data2vec: Path, models: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx .*Without --via onnx, every route"):
-        export(data2vec, models, via="onnx")
-
-
 @pytest.mark.system
-def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
-    (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
-    exported = export(bert.path, models, ids_only=False)
+def test_vocab_txt_becomes_a_tokenizer(bert: Path, models: Path) -> None:
+    (bert / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
+    exported = export(bert, models, ids_only=False)
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]

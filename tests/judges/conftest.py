@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import MODEL, export_minilm
+from checkpoints import MODEL, export_minilm, minilm_directory
 from judging import python_environment
 from real_server import RealServer, real_server
 from served_scores import Served, served_scores
@@ -28,6 +28,12 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 def client(minilm: RealServer) -> Iterator[EncoderClient]:
     with EncoderClient(minilm.target) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def dense(minilm: RealServer) -> Served:
+    """The server with all-MiniLM-L6-v2."""
+    return Served(MODEL, minilm, minilm_directory())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Ranks documents with LiteLLM, as its providers for five servers send requests.
+"""Ranks documents with five providers of LiteLLM. Each provider sends requests as for a different server.
 
 The program runs in the virtual environment of the requirements file gateways.txt.
 """
@@ -21,7 +21,7 @@ rank_with(
         "cohere": lambda: rank("cohere"),
         "jina_ai": lambda: rank("jina_ai", "/v1/rerank"),
         "hosted_vllm": lambda: rank("hosted_vllm"),
-        # This provider makes the server refuse a document that is too long, such as the last one.
+        # With this provider, the server refuses a document that is too long. The last document is too long.
         "huggingface": lambda: rank("huggingface", texts=documents[:-1]),
         # This provider expects each document of a reply as a string, as infinity sends it.
         "infinity": lambda: rank("infinity", return_documents=False),

@@ -1,7 +1,7 @@
 """Runs the clients of a rank judge, a program `*_ranks.py`. Each client ranks the same documents with our server.
 
 A rank judge runs as `PROGRAM ADDRESS MODEL REQUESTS`. REQUESTS is a JSON file with `query` and `documents`. The program
-prints a JSON object. For each client it has the ranks as pairs [index, score], or the error of the client.
+prints a JSON object. For each client, the object has the ranks as pairs [index, score], or the client's error.
 """
 
 import json

@@ -73,7 +73,7 @@ def assert_same_bits(got: Array, want: Array) -> None:
 
 
 def check_ranks(ranks: list[tuple[int, float]], unit_vectors: Array) -> None:
-    """Check that the ranks of TEXTS for the first text are the texts in the order of their cosines."""
+    """Check the ranks of TEXTS with the first text as the query. The right scores are the cosine similarities."""
     cosines = unit_vectors @ unit_vectors[0]
     order = np.argsort(-cosines, kind="stable").tolist()
     assert [index for index, _ in ranks] == order
@@ -153,13 +153,14 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
     assert "Failed" not in report
     counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
     assert counts["Request"] >= 150  # three measurements with 50 requests each
-    # A measurement may begin while the last answers of the server are on their way. The server has counted them before.
+    # At the start of a measurement, up to four replies may be on their way to the client. The client counts these
+    # replies in this measurement, but the server has already counted them.
     assert counts["request"] >= counts["Request"] - 3 * 4
     assert "queue" in report
 
 
 def test_commands_of_the_page_of_open_inference(minilm: RealServer, tmp_path: Path) -> None:
-    """curl gets vectors, and perf_analyzer measures. The test measures for a shorter time than the page."""
+    """curl gets vectors, and perf_analyzer measures. The test shortens the measurement on the page."""
     analyzer, environment = perf_analyzer()
     curl, analyze = (it.code for it in blocks("how-to/kserve-and-triton.md") if it.language == "bash")
     reply = json.loads(run_commands(tmp_path, curl.replace("http://127.0.0.1:8080", minilm.url)))

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import score_models
-from checkpoints import MODEL, minilm_directory
 from docs_text import first_cells
 from judging import ROOT
-from served_scores import Served
+from served_scores import Served, scores_of_library
 
 Array = npt.NDArray[Any]
 QUERIES = ["What is the capital of France?", "What is the capital of Germany?"]
@@ -47,25 +46,14 @@ def scores_of(served: Served, body: dict[str, Any]) -> list[float]:
     return [it["relevance_score"] for it in sorted(results, key=lambda it: it["index"])]
 
 
-@pytest.fixture(scope="module", params=["cross-encoder", MODEL])
-def served(request: pytest.FixtureRequest) -> Served:
-    if request.param == MODEL:
-        return Served(MODEL, request.getfixturevalue("minilm"), minilm_directory())
-    found: Served = request.getfixturevalue("cross_encoder")
-    return found
+@pytest.fixture(scope="module", params=["cross_encoder", "dense"])
+def served(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
 def scores(served: Served) -> Array:
-    """The score of each query with each document from sentence-transformers: (queries, documents)."""
-    from sentence_transformers import SentenceTransformer
-
-    if served.name == MODEL:
-        library = SentenceTransformer(str(served.directory), device="cpu")
-        similarities: Array = library.similarity(library.encode(QUERIES), library.encode(DOCUMENTS)).numpy()
-        return similarities
-    pairs = list(itertools.product(QUERIES, DOCUMENTS))
-    return score_models.library_scores(served.directory, pairs, raw=False).reshape(len(QUERIES), -1)
+    return scores_of_library(served, QUERIES, DOCUMENTS)
 
 
 @pytest.mark.parametrize("fields", [("queries", "documents"), ("text_1", "text_2")])
@@ -85,7 +73,7 @@ def test_score(served: Served, scores: Array, path: str, fields: tuple[str, str]
 
 
 def test_rerank(served: Served, scores: Array) -> None:
-    """All orders of the documents, with each number of results, with and without documents."""
+    """Rank the documents in every order, with several limits of results, and with and without texts in the results."""
     np.testing.assert_allclose(scores_of(served, {}), scores[0], rtol=1e-4)
     best = DOCUMENTS[int(scores[0].argmax())]
     for documents, top_n, with_documents in itertools.product(

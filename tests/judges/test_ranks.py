@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import score_models
-from checkpoints import MODEL, minilm_directory
+from checkpoints import MODEL
 from judging import JUDGES, python_environment, run
-from served_scores import Served
+from served_scores import Served, scores_of_library
 
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
@@ -57,23 +57,9 @@ RELEVANT = {
 }
 
 
-@pytest.fixture(scope="module", params=["cross-encoder", pytest.param(MODEL, marks=pytest.mark.weekly)])
-def served(request: pytest.FixtureRequest) -> Served:
-    if request.param == MODEL:
-        return Served(MODEL, request.getfixturevalue("minilm"), minilm_directory())
-    found: Served = request.getfixturevalue("cross_encoder")
-    return found
-
-
-def scores_of_library(served: Served) -> Array:
-    """Return the scores of DOCUMENTS from sentence-transformers, (documents,)."""
-    from sentence_transformers import SentenceTransformer
-
-    if served.name != MODEL:
-        return score_models.library_scores(served.directory, [(QUERY, it) for it in DOCUMENTS], raw=False)[:, 0]
-    library = SentenceTransformer(str(served.directory), device="cpu")
-    similarities: Array = library.similarity(library.encode([QUERY]), library.encode(DOCUMENTS)).numpy()[0]
-    return similarities
+@pytest.fixture(scope="module", params=["cross_encoder", pytest.param("dense", marks=pytest.mark.weekly)])
+def served(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +77,7 @@ def judged(
             found[program] = json.loads(run(command, environment=VARIABLES).splitlines()[-1])
         return found[program]
 
-    scores = scores_of_library(served)
+    (scores,) = scores_of_library(served, [QUERY], DOCUMENTS)
     assert np.diff(np.sort(scores)).min() > 1e-4  # so the order does not depend on rounding
     return ranks_of, scores
 

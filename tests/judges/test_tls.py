@@ -22,7 +22,8 @@ from tiny_heads import words
 pytestmark = pytest.mark.timeout(900)  # the first run installs the clients
 
 VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
-# The lifetime of the expired certificate. A server loads the valid certificate. The tests run after the expiry.
+# The lifetime of the certificate for the fault "expired". The server loads the certificate while it is valid. The
+# tests run after it has expired.
 SHORT_SECONDS = 20.0
 # curl's exit statuses if the server ends the connection. 60: the server sent the TLS alert "expired certificate".
 CURL_REFUSED = (35, 52, 55, 56, 60)

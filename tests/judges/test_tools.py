@@ -20,7 +20,7 @@ import torch
 from checkpoints import MODEL, minilm_directory
 from docs_text import code_blocks
 from exporting import export_once
-from judging import JUDGES, ROOT, TEXTS, npm_folder, program, python_environment, run
+from judging import JUDGES, ROOT, TEXTS, npm_folder, program, python_environment, run, with_ports
 from real_server import RealServer, real_server
 from scipy.stats import spearmanr
 
@@ -117,13 +117,6 @@ def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> di
             file.write_text(json.dumps({"texts": texts}))
             made[many] = file, client.embed(texts, truncate=True, l2_normalize=True)
     return made
-
-
-def with_ports(lines: str, server: RealServer) -> str:
-    """Replace the addresses in a code block by the addresses of the test's server."""
-    for documented, port in ((8080, server.http_port), (50051, server.grpc_port)):
-        lines = re.sub(rf"\b(?:127\.0\.0\.1|localhost):{documented}\b", f"127.0.0.1:{port}", lines)
-    return lines
 
 
 def assert_same(got: Array, want: Array, lines: str) -> None:

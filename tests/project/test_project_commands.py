@@ -1,4 +1,4 @@
-"""Run commands and configurations of pages for which the reader of `page_code` is not enough.
+"""Run commands and configurations of pages that `page_code` cannot run alone.
 
 A test replaces only ports, addresses, paths and numbers of its page.
 """

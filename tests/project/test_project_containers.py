@@ -1,4 +1,7 @@
-"""Tests that run the containers' commands as their user with a read-only root, in folders made by the Dockerfiles."""
+"""Tests that run the containers' commands. The Dockerfiles make folders, which replace the images.
+
+As in a container, a command runs as user 10001, with a read-only root.
+"""
 
 import hashlib
 import json
@@ -155,7 +158,7 @@ def test_the_server_of_compose(server_image: Stage, models: Path, tmp_path: Path
 
 
 def test_docker_run_with_a_flag(server_image: Stage, models: Path) -> None:
-    """The arguments after the image's name are flags of the server. No volume but the models is needed."""
+    """The arguments after the image's name are flags of the server. Only the volume with the models is needed."""
     command = [*server_image.command("ENTRYPOINT"), "--model", "all-MiniLM-L6-v2", "--http-port", "8080"]
     check_server(server_image, command, {"/models": (models, False)}, tmpfs=["/tmp"])  # noqa: S108 - in the container
 

@@ -69,8 +69,7 @@ def blocks(page: str, language: str) -> list[str]:
 def run(line: str, **replaced: Path | str) -> str:
     """Run a command of a page in the current folder, and return the output.
 
-    Each export replaces the bundle of an earlier command of the same name. `replaced` are the page's placeholders, such
-    as FILE.
+    Each export replaces an earlier bundle of the same name. `replaced` are the page's placeholders, such as FILE.
     """
     program, *arguments = (str(replaced.get(it, it)) for it in shlex.split(line.replace("\\\n", "")))
     if program == "encserve-export":

@@ -23,7 +23,7 @@ from encserve_export import Target, export_hf
 pytestmark = pytest.mark.system
 
 TEXTS = ["The water has 21 degrees.", "Bring a coat.", "Stock markets fell sharply on Monday."]
-# The changes of the code of each page. Pages without changes have no entry in this table.
+# For each page, old and new parts of its code. The test replaces the old parts. Pages without changes have no entry.
 CHANGES = {
     "call-from-python": {" --target 10.0.0.7:50051 --ca ca.pem": ""},
     "embed-files": {"models/NAME": f"models/{MODEL}"},
@@ -106,7 +106,7 @@ def test_monitor(folder: Path) -> None:
 
 
 def test_bfloat16(folder: Path) -> None:
-    """Without bfloat16 instructions, the server of the page does not start, and says so."""
+    """If the CPU has no bfloat16 instructions, the page's server does not start. The error names the reason."""
     command = next(it.code for it in blocks("how-to/choose-precision.md") if it.language == "bash")
     one_model = f"{command.strip()} --model {MODEL}"
     refusal = pytest.raises(AssertionError, match="has no instructions for it")
@@ -116,17 +116,16 @@ def test_bfloat16(folder: Path) -> None:
 
 
 def test_the_output_of_encode(folder: Path, server: RealServer) -> None:
-    """The page shows the table of the output."""
     (block,) = blocks("start/install.md")
     printed = run_commands(folder, block.code, ENCSERVE_TARGET=server.target, COLUMNS="100")
     lines = [line.strip() for line in printed.splitlines()]
     table = [line.strip() for line in block.output.splitlines()]
     assert table
-    assert lines[2 : 2 + len(table)] == table  # before it: the text, and an empty line
+    assert lines[2 : 2 + len(table)] == table  # the text and an empty line precede the table
 
 
 def test_shares_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two shares make both parts of the job."""
+    """The job has two parts. The first two shares together write both parts."""
     changes = {"models/NAME": f"models/{MODEL}"}
     for index in range(2):  # the job has two parts
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))

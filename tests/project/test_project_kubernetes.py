@@ -5,7 +5,6 @@ KEDA, KServe and KubeRay.
 """
 
 import copy
-import dataclasses
 import json
 import re
 import shlex
@@ -19,17 +18,15 @@ import click
 import jsonschema
 import pytest
 import yaml
-from deploy_files import DEPLOY, PROBES, ROOT, container_of, load, rendered, settings_of
+from deploy_files import DEFAULTS, DEPLOY, PROBES, ROOT, container_of, load, rendered, settings_of, stop_seconds
 from prometheus_client import CollectorRegistry
 from render_manifests import ChartError
 
 from encserve import __version__
 from encserve_cli.commands import cli
 from encserve_server.protocols.encserve.service import SERVICE_NAME
-from encserve_server.settings import Settings
 from encserve_server.telemetry.metrics import Metrics
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
 EXAMPLES = ("secure", "replicas", "gpu")
 PLAIN = rendered()
 SECURE, REPLICAS, GPU = (rendered(f"values-{name}.yaml") for name in EXAMPLES)
@@ -193,8 +190,7 @@ def test_the_server_of_a_rendering(resources: dict[str, Any]) -> None:
     server, pod = server_of(resources), pod_of(resources)
     given = DEFAULTS | settings_of(server)
     assert given.keys() == DEFAULTS.keys()
-    stop_seconds = float(given["drain_delay_seconds"]) + float(given["grace_seconds"]) + 5
-    assert stop_seconds < pod["terminationGracePeriodSeconds"]
+    assert stop_seconds(given) < pod["terminationGracePeriodSeconds"]
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert {name: int(given[f"{name}_port"]) for name in ("grpc", "http", "metrics")} == ports
     service = resources["Service"]["spec"]
@@ -299,7 +295,7 @@ def test_the_job_pulls_as_the_init_container_does() -> None:
 
 
 def test_the_claim_fits_the_number_of_servers() -> None:
-    """A volume that one node can mount allows one server, which is stopped before its successor starts."""
+    """If only one node can mount the volume, only one server runs. It is stopped before its successor starts."""
     assert PLAIN["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert PLAIN["Deployment"]["spec"]["replicas"] == 1
     assert PLAIN["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
@@ -525,7 +521,7 @@ def test_the_serving_runtime() -> None:
     }  # fmt: skip
     settings = DEFAULTS | settings_of(container)
     assert settings.keys() == DEFAULTS.keys()
-    assert float(settings["drain_delay_seconds"]) + float(settings["grace_seconds"]) + 5 < 30  # Kubernetes' default
+    assert stop_seconds(settings) < 30  # Kubernetes' default
     assert container["ports"] == [{"name": "h2c", "containerPort": DEFAULTS["grpc_port"], "protocol": "TCP"}]
     assert container["readinessProbe"]["grpc"] == {"port": DEFAULTS["grpc_port"], "service": SERVICE_NAME}
 
@@ -545,7 +541,7 @@ def test_the_http_settings_in_the_docs() -> None:
 def test_the_ray_job() -> None:
     """The job's command and flags exist, and the job's paths are mounted.
 
-    A worker has a whole number of times the CPUs of an actor. The job and the tests use the same version of Ray.
+    The CPUs of a worker are a multiple of the CPUs of an actor. The job and the tests use the same version of Ray.
     """
     line, _, after = RAY_JOB["spec"]["entrypoint"].partition(" || ")
     assert after == "test $? -eq 3"  # exit status 3 means that some texts were rejected; the job has not failed

@@ -161,7 +161,7 @@ def use_http(own: Environment, models: Path) -> None:
 
 
 def use_serve(own: Environment, models: Path) -> None:
-    """Serve a bundle, and run the printed curl line. Its text has no known word, which is no error."""
+    """Serve a bundle, and run the printed curl line. The server accepts the line's text, although no word is known."""
 
     async def call() -> None:
         command = (str(own.bin / "encserve"),)
@@ -250,8 +250,8 @@ def use_all(own: Environment, models: Path) -> None:
     use_jobs(own, models)
 
 
-# What each row of the table does. The extra gpu needs a GPU, so its packages are only resolved. All rows take a quarter
-# of an hour to install, so each change is tested with four rows.
+# The test of each row of the table. The extra gpu needs a GPU, so pip only resolves its packages. All rows take a
+# quarter of an hour to install, so each change is tested with four rows.
 ROWS_FOR_EACH_CHANGE = ("", "cli", "cpu", "cpu,http")
 USES: dict[str, Callable[[Environment, Path], None]] = {
     "": use_client,
@@ -392,7 +392,7 @@ def pip_lines() -> list[str]:
 
 @pytest.mark.weekly
 def test_the_pip_lines_of_the_pages(environment: Environment, checkout: Path, url: str, dist: Path) -> None:
-    """pip resolves each line in a checkout. Other tests install each extra, so a line installs nothing here.
+    """pip resolves each line in a checkout. Other tests install each extra, so this test installs nothing.
 
     The test does not ask PyTorch's own index. The version on the page must be the tested version.
     """

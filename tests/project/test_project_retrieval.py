@@ -1,4 +1,4 @@
-"""Run the tutorials about search from their own text. The folders of small models have the names of models on the hub.
+"""Run the code of the tutorials about search. The folders of small models have the names of models on the hub.
 
 In the tutorial of late interaction and sparse search, each index must rank the texts like the client's function `rank`.
 """
@@ -92,7 +92,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_semantic_search(folder: Path) -> None:
-    """The page prints what it says. A client that expects the space of another index gets an error."""
+    """The code prints the output that the page shows.
+
+    A client that expects the space of another index gets an error.
+    """
     with reader(folder) as page:
         page.read("tutorials/semantic-search.md")
         made = page.names
@@ -107,7 +110,7 @@ def test_semantic_search(folder: Path) -> None:
 
 
 def test_from_a_corpus_to_duckdb(folder: Path) -> None:
-    """The programs print what the page says, and the second run of the job makes only the new part."""
+    """The programs print the output that the page shows. The second run of the job writes only the new part."""
     with reader(folder) as page:
         page.read("tutorials/corpus-to-duckdb.md")
     assert sorted(path.name for path in (folder / "vectors").glob("*.parquet")) == [

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/how-to/troubleshoot.md"
 SOURCES = ("server/src", "clients", "export/src", "src")
-ANY = "…"  # stands for a value in a message
+ANY = "…"  # replaces a value in a message
 # The operating system and gRPC write these parts of messages.
 OTHERS = ("--grpc-port", "Address already in use", "connection refused", "manifest.json", "message larger than max")
 

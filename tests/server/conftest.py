@@ -1,6 +1,7 @@
 """Fixtures of servers with a fake engine, for the tests of this folder."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest_asyncio
 from fake_server import FakeServer, StartServer, start_fake_server
 from tiny_bundle import write_bundle
 from tiny_heads import SERVE_TINY, Serve, loader, words
+
+from encserve_server.models.tokenizing import TextTokenizer
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -35,8 +38,16 @@ def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server."""
-    server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings_of(request))
+    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server.
+
+    The engine is fake, unless the module has a `SHARED_BUNDLE` with the arguments of `write_bundle`.
+    """
+    directory, settings = tmp_path_factory.mktemp("shared"), settings_of(request)
+    parts = getattr(request.module, "SHARED_BUNDLE", None)
+    if parts is not None:
+        bundle = write_bundle(directory / "bundles", tokenizer=words(), **parts)
+        settings = {**SERVE_TINY, **settings, "load": loader(bundle)}
+    server = await start_fake_server(directory, **settings)
     yield server
     await server.stop()
 
@@ -75,3 +86,20 @@ def serve(start_server: StartServer, tmp_path: Path) -> Serve:
         return await start_server(load=loader(bundle, engine), **{**SERVE_TINY, **(settings or {})})
 
     return start
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
+    """Return a list and an event. The tokenizer adds the length of each text to the list, and waits for the event."""
+    lengths: list[int] = []
+    go_on = threading.Event()
+    real = TextTokenizer.tokenize
+
+    def tokenize(self: TextTokenizer, texts: Sequence[str], max_tokens: int, *, details: bool) -> Any:
+        lengths.extend(map(len, texts))
+        assert go_on.wait(60)
+        return real(self, texts, max_tokens, details=details)
+
+    monkeypatch.setattr(TextTokenizer, "tokenize", tokenize)
+    yield lengths, go_on
+    go_on.set()

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from callers_file import entry
 from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input, refusal
 from http_calls import connect
 from otlp_receiver import otlp_receiver
@@ -31,7 +32,7 @@ RECORD = CallRecord(0.5, "search", "127.0.0.1:1", "Encode", "tiny@2", 2, 6, "OK"
 @pytest.fixture
 def callers(tmp_path: Path) -> Path:
     file = tmp_path / "callers.toml"
-    file.write_text(f'[[caller]]\nname = "search"\nkey_sha256 = ["{digest_of(KEY).hex()}"]\n')
+    file.write_text(entry("search", KEY))
     return file
 
 
@@ -161,7 +162,6 @@ def test_a_file_that_cannot_be_written_is_reported_at_intervals(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Refused calls
 
 
@@ -204,7 +204,6 @@ async def test_only_failed_calls_are_logged(
     assert refusals(caplog) == [("search", "INVALID_FIELD", 1), ("search", "INVALID_FIELD", 2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Logged settings and secret keys
 
 
@@ -222,10 +221,7 @@ async def test_the_settings_are_logged_at_the_start(
 async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
     start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No log, metric, trace or error contains a key.
-
-    The test sends right and wrong keys in each header, over each protocol. Some calls succeed, and some fail.
-    """
+    """The test sends right and wrong keys in each header, over each protocol. Some calls succeed, and some fail."""
     caplog.set_level(logging.DEBUG)
     seen: list[str] = []
     with otlp_receiver() as receiver:

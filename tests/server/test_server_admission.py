@@ -105,7 +105,7 @@ def test_a_long_text_is_admitted_nearly_as_often_as_a_short_text() -> None:
 
 @pytest.mark.parametrize(("tokens", "chance"), [(1000, 0.85), (11_000, 0.2)])
 def test_a_call_of_many_sequences_is_admitted_too(tokens: int, chance: float) -> None:
-    """Compare the admitted share of long calls with the admitted share of short calls. The ratio exceeds `chance`.
+    """The admitted fraction of long calls is more than `chance` times the admitted fraction of short calls.
 
     One call in 250 is long, with 1,000 or 11,000 tokens. 256 usual texts have about 11,000 tokens.
     """

@@ -53,7 +53,6 @@ async def test_an_event_ends_the_pause() -> None:
     [(ledger.Places, "_look"), (connections.Connections, "_close_unread"), (health.ModelHealth, "_look")],
     ids=["slow requests", "unread replies", "health"],
 )
-@pytest.mark.system  # takes more than a second
 async def test_a_watch_survives_an_error(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type, look: str
 ) -> None:
@@ -72,6 +71,7 @@ async def test_a_watch_survives_an_error(
         return original(self)
 
     caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(connections, "_REPLY_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(kind, look, fail_first)
     server = await start_server()
     await until(lambda: calls > 2)

@@ -65,10 +65,7 @@ def test_an_altered_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
-    """A bundle is refused if it has a file that the manifest does not list.
-
-    If the graph named such a file, ONNX Runtime would read weights that are not verified.
-    """
+    """If the graph named such a file, ONNX Runtime would read weights that are not verified."""
     directory = write_bundle(tmp_path)
     (directory / "weights.bin").write_bytes(b"anything")
     assert_refused(directory, "weights.bin: the manifest does not list this file")

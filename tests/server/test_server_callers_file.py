@@ -152,7 +152,6 @@ def test_hash_key_makes_a_new_key_and_its_hash() -> None:
     assert rules[0].digests == (digest_of(key),)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Rates
 
 calls = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500)), max_size=60)

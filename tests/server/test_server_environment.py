@@ -89,6 +89,26 @@ def test_unknown_variables_are_logged_once(start: Starts, caplog: pytest.LogCapt
     assert set(vars(line)["variables"]) == {"ENCSERVE_NONSENSE", "ENCSERVE_PORT"}
 
 
+def test_a_flag_overrides_the_environment_and_the_environment_the_default(start: Starts) -> None:
+    environment = {
+        "ENCSERVE_GRPC_PORT": "1234",
+        "ENCSERVE_METRICS_PORT": "4321",
+        "ENCSERVE_MODEL": "a b@2",
+        "ENCSERVE_REFLECTION": "false",
+    }
+    assert start("--grpc-port", "999", **environment).exit_code == 0
+    (settings,) = start.settings
+    assert (settings.grpc_port, settings.metrics_port, settings.max_request_sequences) == (999, 4321, 2048)
+    assert (settings.model, settings.reflection) == (("a", "b@2"), False)
+
+
+def test_the_repository_is_required_and_may_be_a_variable(start: Starts, tmp_path: Path) -> None:
+    missing = CliRunner().invoke(main, [])
+    assert (missing.exit_code, "Missing option '--model-repository'" in missing.output) == (2, True)
+    CliRunner().invoke(main, [], env={"ENCSERVE_MODEL_REPOSITORY": str(tmp_path)}, catch_exceptions=False)
+    assert [it.model_repository for it in start.settings] == [tmp_path]
+
+
 def test_variables_of_kubernetes_are_ignored() -> None:
     assert check_environment(KUBERNETES | {"PATH": "/bin", "ENCSERVE_REQUIRE_CHROMIUM": "1"}, SETTINGS) == []
 
@@ -123,6 +143,7 @@ def test_the_health_check_ignores_a_service_link(monkeypatch: pytest.MonkeyPatch
         (["--device", "gpu"], {}, "'cpu', 'cuda'. Did you mean 'cuda'?"),
         ([], {"ENCSERVE_LOG_LEVEL": "warn"}, "Did you mean 'warning'?"),
         (["--device", "nonsense"], {}, "'nonsense' is not one of 'auto', 'cpu', 'cuda'.\n"),
+        (["--max-queue-tokens", "many"], {}, "'many' is not a valid integer"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_flag_or_the_variable(

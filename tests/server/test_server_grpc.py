@@ -22,7 +22,7 @@ from waiting import PATIENCE_SECONDS, until
 from encserve_proto.v1 import encoder_pb2 as pb
 
 CHECK = "/grpc.health.v1.Health/Check"
-# An address that no other test uses, so that a port which is free stays free.
+# No other test uses this address, so a free port of this address stays free.
 OTHER_ADDRESS = ("127.0.0.2", 0)
 REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
@@ -151,10 +151,7 @@ async def check_health(port: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
-    """The server refuses compressed requests.
-
-    Otherwise gRPC could unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit.
-    """
+    """Without the refusal, gRPC would unpack 4 KiB to 4 MiB of empty inputs before the server checks any limit."""
     data = pb.EncodeRequest(inputs=[pb.Input()] * 1000).SerializeToString()
     target = f"127.0.0.1:{server.app.grpc_port}"
     async with grpc.aio.insecure_channel(target, compression=compression) as channel:
@@ -234,6 +231,7 @@ async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_s
         server.engine.let_go()
         await stuck
         async with asyncio.timeout(PATIENCE_SECONDS):
+            await statuses(other, until_status=HealthCheckResponse.SERVING)
             assert await server.app.stop()
 
 
@@ -251,7 +249,10 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_a_call_at_the_end_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop answers the last call. The caller calls again at once, and must get the status UNAVAILABLE."""
+    """During a stop, the server answers the last running call.
+
+    The caller's next call must get the status UNAVAILABLE.
+    """
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()
@@ -272,3 +273,17 @@ async def test_a_call_at_the_end_of_a_stop_is_refused_and_not_cancelled(
     await calling
     assert [(it.code, it.reason) for it in ended] == [(grpc.StatusCode.UNAVAILABLE, "DRAINING")]
     assert await stopping
+
+
+async def test_an_idle_server_refuses_calls_before_it_stops(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC must not close connections as soon as the stop begins."""
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.0)
+    server = await start_server()
+    stopping = asyncio.create_task(server.app.stop())
+    await until(server.app._calls.draining.is_set)
+    failed = await refusal(server.encode([1]))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert await stopping
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # the fixture stops the server again

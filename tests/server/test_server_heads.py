@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, make_input
+from fake_server import Failed, FakeServer, make_input, sets
 from http_calls import post
 from open_inference import arrays_of_rest, infer, text_tensor
 from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
@@ -22,7 +22,6 @@ from tiny_heads import (
     expected_weights,
     multi_vector,
     npy,
-    sets,
     sparse,
     text,
     words,
@@ -70,7 +69,7 @@ def rows_of(ids: Any, attended: int | None = None) -> Any:
 
 
 def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
-    """Check (n, 1) weights and their indices against the (vocabulary,) expected weights of the whole vocabulary."""
+    """Check found (n, 1) weights and (n,) indices. `want` has the weights of the whole vocabulary, (vocabulary,)."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
     np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)
@@ -146,10 +145,9 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """Some tokens of a document get no vector.
+    """A call without a task skips the same tokens as a call for documents.
 
-    In a call without a task, the same tokens get no vector. But such a call uses the default prompt, and allows longer
-    texts.
+    But the call without a task uses the default prompt, and allows longer texts.
     """
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]

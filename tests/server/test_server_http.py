@@ -126,7 +126,7 @@ async def test_a_server_that_does_not_truncate_by_default(start_server: StartSer
 async def test_texts_are_truncated_to_the_tokens_of_the_request(shared: FakeServer) -> None:
     for tokens in (1, 5, 32, -1):
         response = await post(shared, OPENAI, {"input": [LONG, "hello"], "truncate_prompt_tokens": tokens})
-        many = tokens % 33  # -1 stands for 32, the longest sequence of the model
+        many = tokens % 33  # -1 means 32, the maximum length of the model
         want = {1: [2]}.get(many, [1, *[4] * (many - 2), 2])
         np.testing.assert_array_equal(openai_vectors(response)[:1], await over_grpc(shared, want))
         assert response.headers["encserve-truncated-inputs"] == ("2" if many < 3 else "1")
@@ -322,7 +322,7 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=other", "tiny=tiny@1")
     server = await start_server(http_port=0, served_model_name=names)
     warnings = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
-    assert len(warnings) == 2  # for the alias `gone` of a missing model, and for the alias `tiny` of an existing name
+    assert len(warnings) == 2  # `gone` names a missing model; `tiny` is already a model's name
     models = (await get(server, "/v1/models")).json()["data"]
     assert {it["object"] for it in models} == {"model"}
     listed = {it["id"]: it["root"] for it in models}

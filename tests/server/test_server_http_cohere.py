@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_heads
 from fake_server import FakeServer, StartServer
 from http_calls import post
 from http_calls import vectors_over_grpc as over_grpc
@@ -164,16 +163,6 @@ async def test_unknown_models_and_bodies_that_are_not_json(shared: FakeServer) -
     assert response.json()["message"].startswith("model: no model 'embed-v4.0'")
     response = await post(shared, V2, b"{")
     assert (response.status_code, set(response.json())) == (400, {"id", "message"})
-
-
-async def test_the_error_for_a_sparse_model_names_the_sparse_route(serve: Serve) -> None:
-    splade = {"sparse.onnx": tiny_heads.sparse_file("max")}
-    unspecified = manifest_pb2.POOLING_UNSPECIFIED
-    server = await serve(splade, {"http_port": 0}, sparse=tiny_heads.sparse(), pooling=unspecified)
-    response = await post(server, V2, {"texts": ["w5"]})
-    assert response.status_code == 400
-    assert response.json()["message"].startswith("model: ")
-    assert "POST /embed_sparse" in response.json()["message"]
 
 
 def large(count: int, field: str) -> bytes:

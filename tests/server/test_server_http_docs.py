@@ -1,31 +1,19 @@
 """Tests of the descriptions of the HTTP routes: /openapi.json and the page /docs."""
 
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
-import pytest
-import pytest_asyncio
-from fake_server import FakeServer, start_fake_server
+from fake_server import FakeServer
 from http_calls import connect, get, post
-from tiny_bundle import write_bundle
-from tiny_heads import SERVE_TINY, every_kind_and_scores, loader, words
+from tiny_heads import every_kind_and_scores
 
 from encserve_server.endpoints.routes import Route
 from encserve_server.protocols.openapi import descriptions_of
 
 REF = "#/components/schemas/"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server with HTTP and a model with every kind of output, for tests that do not change the server."""
-    directory = tmp_path_factory.mktemp("docs")
-    bundle = write_bundle(directory / "bundles", tokenizer=words(), **every_kind_and_scores())
-    server = await start_fake_server(directory, http_port=0, load=loader(bundle), **SERVE_TINY)
-    yield server
-    await server.stop()
+SHARED_SETTINGS = {"http_port": 0}
+SHARED_BUNDLE = every_kind_and_scores()
 
 
 def routes_of(server: FakeServer) -> list[Route]:
@@ -39,11 +27,11 @@ def validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Dr
     return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
 
 
-async def test_every_route_is_described(shared_docs: FakeServer) -> None:
-    document = (await get(shared_docs, "/openapi.json")).json()
+async def test_every_route_is_described(shared: FakeServer) -> None:
+    document = (await get(shared, "/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     ids = set()
-    for route in routes_of(shared_docs):
+    for route in routes_of(shared):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         assert re.match(r"(Return|List|Describe|Compute|Answer|Show) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
@@ -56,31 +44,29 @@ async def test_every_route_is_described(shared_docs: FakeServer) -> None:
             assert {"400", "404", "408", "413", "429", "503"} <= operation["responses"].keys()
         answer = operation["responses"]["200"].get("content", {})
         assert answer or route.check, route.path
-    assert len(ids) == len(routes_of(shared_docs))
-    assert sum(map(len, document["paths"].values())) == len(routes_of(shared_docs))
+    assert len(ids) == len(routes_of(shared))
+    assert sum(map(len, document["paths"].values())) == len(routes_of(shared))
 
 
-async def test_every_field_has_a_meaning(shared_docs: FakeServer) -> None:
+async def test_every_field_has_a_meaning(shared: FakeServer) -> None:
     """Every field of a body has a description, from the section Attributes in the docstring of the struct."""
-    for route in routes_of(shared_docs):
+    for route in routes_of(shared):
         if route.body is not None:
             assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body
-    body = (await get(shared_docs, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
+    body = (await get(shared, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
     assert body["properties"]["dimensions"]["description"] == "Truncates vectors to this number of dimensions."
 
 
-async def test_schemas_are_valid_and_match_the_replies(shared_docs: FakeServer) -> None:
-    document = (await get(shared_docs, "/openapi.json")).json()
+async def test_schemas_are_valid_and_match_the_replies(shared: FakeServer) -> None:
+    document = (await get(shared, "/openapi.json")).json()
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     for found in re.findall(r"'\$ref': '([^']*)'", str(document)):
         assert found.removeprefix(REF) in document["components"]["schemas"]
-    for route in routes_of(shared_docs):
+    for route in routes_of(shared):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         path = re.sub(r"{(id|name):path}", "tiny", route.path).replace("{version}", "1")
-        response = await (
-            get(shared_docs, path) if route.method == "GET" else post(shared_docs, path, route.example or {})
-        )
+        response = await (get(shared, path) if route.method == "GET" else post(shared, path, route.example or {}))
         assert response.status_code == 200, route.path
         ((kind, content),) = operation["responses"]["200"].get("content", {"": {}}).items()
         if kind == "application/json":
@@ -88,29 +74,29 @@ async def test_schemas_are_valid_and_match_the_replies(shared_docs: FakeServer) 
             if (name := content["schema"].get("$ref", "").removeprefix(REF)) and isinstance(response.json(), dict):
                 assert response.json().keys() <= document["components"]["schemas"][name]["properties"].keys()
         if route.body is not None:
-            refused = await post(shared_docs, path, {})
+            refused = await post(shared, path, {})
             content = operation["responses"][f"{refused.status_code}"]["content"]["application/json"]
             validator(document, content["schema"]).validate(refused.json())
 
 
-async def test_the_page_loads_no_other_resource(shared_docs: FakeServer) -> None:
-    response = await get(shared_docs, "/docs")
+async def test_the_page_loads_no_other_resource(shared: FakeServer) -> None:
+    response = await get(shared, "/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.headers["content-security-policy"].startswith("default-src 'none'")
     page = response.text
     assert set(re.findall(r"https?://[^/\s]+", page)) == {"http://127.0.0.1:8080"}
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(", page)
-    for route in routes_of(shared_docs):
+    for route in routes_of(shared):
         assert f"<code>{route.method} {route.path.replace(':path', '')}</code></h2>" in page
     assert "input" in page
     assert "Truncates vectors to this number of dimensions." in page
     assert """curl http://127.0.0.1:8080/v1/embeddings -H &#x27;content-type""" in page
 
 
-async def test_docs_and_openapi_answer_head_and_are_counted(shared_docs: FakeServer) -> None:
-    async with connect(shared_docs) as client:
+async def test_docs_and_openapi_answer_head_and_are_counted(shared: FakeServer) -> None:
+    async with connect(shared) as client:
         for path in ("/docs", "/openapi.json"):
             labels = {"route": f"GET {path}", "status": "200"}
-            before = shared_docs.sample("encserve_http_requests_total", **labels)
+            before = shared.sample("encserve_http_requests_total", **labels)
             assert (await client.head(path)).status_code == 200
-            assert shared_docs.sample("encserve_http_requests_total", **labels) == before + 1
+            assert shared.sample("encserve_http_requests_total", **labels) == before + 1

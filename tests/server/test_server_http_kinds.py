@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import FakeServer
+from fake_server import FakeServer, sets
 from http_calls import get, post
-from tiny_heads import BEGIN, END, Serve, multi_vector, sets, sparse, text
+from tiny_heads import BEGIN, END, Serve, multi_vector, sparse, text
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -27,15 +27,7 @@ NO_POOLING = {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
 async def by_grpc(server: FakeServer, *inputs: Any, kind: Any, task: Any = 0, **spec: Any) -> list[tuple[Any, Any]]:
     """Encode over gRPC. For each input, return (n, width) vectors or weights, and (n,) indices or None."""
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=kind, **spec)], task=task, truncation=pb.TRUNCATION_END)
-    reply = await server.encode(*inputs, options=options)
-    (tensor,) = reply.outputs
-    if tensor.lengths:
-        return sets(tensor)
-    rows = np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
-    if len(rows) == len(inputs):
-        return [(rows[i : i + 1], None) for i in range(len(inputs))]
-    ends = np.cumsum([it.token_count for it in reply.sequences])
-    return [(rows[end - it.token_count : end], None) for end, it in zip(ends, reply.sequences, strict=True)]
+    return sets((await server.encode(*inputs, options=options)).outputs[0])
 
 
 def pooled(response: httpx.Response) -> list[Any]:
@@ -107,6 +99,7 @@ async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
     for path, body, status in (
         ("/v1/embeddings", {"input": "w5"}, 400),
         ("/pooling", {"input": "w5", "task": "embed"}, 400),
+        ("/v2/embed", {"texts": ["w5"]}, 400),
         ("/embed", {"inputs": "w5"}, 422),
         ("/", {"inputs": "w5"}, 422),
         ("/similarity", {"inputs": sentences}, 422),
@@ -201,10 +194,7 @@ async def test_inputs_that_need_no_truncation(shared: FakeServer) -> None:
 
 
 async def test_replies_are_bounded(serve: Serve) -> None:
-    """A reply that is too large is refused.
-
-    For sparse weights, the size of the reply is known only after the model has run.
-    """
+    """For sparse weights, the size of the reply is known only after the model has run."""
     width = 200_000
     files = {"sparse.onnx": tiny_heads.sparse_file("max", width)}
     server = await serve(files, HTTP | {"max_response_mib": 1}, sparse=sparse(width=width))

@@ -18,7 +18,6 @@ from http_calls import connect, get, post, raw
 from waiting import until
 
 from encserve_server.app import App
-from encserve_server.errors import StartupError
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
@@ -157,10 +156,7 @@ OFFERING = (
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, parts: int) -> None:
-    """The server answers a request that offers HTTP/2 with HTTP/1.1.
-
-    Java's HTTP client offers HTTP/2 in its first request.
-    """
+    """Java's HTTP client offers HTTP/2 in its first request."""
     end = len(OFFERING)
     cuts = {1: [end], 2: [end - len(TEXT), end], 3: [40, end - 5, end]}[parts]
     async with raw(shared) as (reader, writer):
@@ -306,7 +302,6 @@ async def test_requests_at_the_end_of_the_grace_period_are_refused(start_server:
 
 
 async def test_requests_are_counted_by_route_and_status_only(server: FakeServer) -> None:
-    names = server.app.registry.get_sample_value
     for path in BOTH:
         assert counted(server, path, 200) == counted(server, path, 429) == 0
         await post(server, path, body(path, "hello"))
@@ -317,26 +312,7 @@ async def test_requests_are_counted_by_route_and_status_only(server: FakeServer)
     await post(server, "/embed", {"inputs": "hello", "model": "made-up"})
     await get(server, "/health")
     assert sum(1 for metric in server.app.registry.collect() for _ in metric.samples) == before
-    assert names("encserve_response_bytes_count", {"model": "tiny", "version": "2"}) == 2
-
-
-async def test_large_replies_are_built_in_a_thread(shared: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.calls.call._INLINE_REPLY_BYTES", 0)
-    for path in BOTH:
-        assert (await post(shared, path, body(path, "hello"))).status_code == 200
-
-
-async def test_a_port_in_use_stops_the_start(shared: FakeServer) -> None:
-    settings = Settings(
-        model_repository=shared.app.settings.model_repository,
-        grpc_port=0,
-        metrics_port=0,
-        http_port=shared.app.http_port,
-    )
-    second = App(settings)
-    with pytest.raises(StartupError, match="--http-port"):
-        await second.start()
-    await second.stop()
+    assert server.sample("encserve_response_bytes_count", model="tiny", version="2") == 2
 
 
 @pytest.mark.system

@@ -19,13 +19,15 @@ from tiny_heads import (
     scores,
     scores_file,
     sigmoid,
+    softmax,
     text,
 )
 
 from encserve_proto.bundle.v1 import manifest_pb2
 
 FILES = {"scores.onnx": scores_file()}
-HTTP = {"http_port": 0}
+HTTP = SHARED_SETTINGS = {"http_port": 0}
+SHARED_BUNDLE = {"files": FILES, "scores": scores()}
 QUERY, IDS = [5, 6], [[7, 8, 9], [], [10], [7, 8, 9]]
 DOCUMENTS = [text(*it) for it in IDS]
 TOKENS = sum(3 + len(QUERY) + len(it) for it in IDS)
@@ -33,11 +35,6 @@ ASKED = {"query": text(*QUERY), "documents": DOCUMENTS}
 LABELS = ["bad", "fair", "good"]
 LONG = text(*[7] * LONGEST)
 RANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
-
-
-def softmax(logits: Any) -> Any:
-    powers = np.exp(logits)
-    return powers / powers.sum(axis=1, keepdims=True)
 
 
 LOGITS = logits_of([pair_ids(QUERY, it) for it in IDS])[:, 0]
@@ -91,12 +88,11 @@ async def test_documents_are_ranked_as_vllm_does(serve: Serve) -> None:
     assert reply["model"] == "tiny"
 
 
-async def test_the_scores_of_documents_are_those_of_the_model(serve: Serve) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
-    check_ranks((await ask(server, "/rerank", ASKED))["results"], sigmoid(LOGITS))
+async def test_the_scores_of_documents_are_those_of_the_model(shared: FakeServer) -> None:
+    check_ranks((await ask(shared, "/rerank", ASKED))["results"], sigmoid(LOGITS))
     for name, value in (("use_activation", False), ("raw_scores", True)):  # vLLM's field and infinity's field
         logits = {**ASKED, name: value, "priority": 1, "user": "a", "max_chunks_per_doc": 2}
-        check_ranks((await ask(server, "/rerank", logits))["results"], LOGITS)
+        check_ranks((await ask(shared, "/rerank", logits))["results"], LOGITS)
 
 
 async def test_documents_are_ranked_as_cohere_and_jina_do(serve: Serve) -> None:
@@ -119,52 +115,49 @@ async def test_documents_are_ranked_as_cohere_and_jina_do(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("path", RANKS)
-async def test_the_number_of_ranks(serve: Serve, path: str) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_the_number_of_ranks(shared: FakeServer, path: str) -> None:
     for top_n in (1, 3, 4, 5, 2**40):
-        results = (await ask(server, path, {**ASKED, "top_n": top_n}))["results"]
+        results = (await ask(shared, path, {**ASKED, "top_n": top_n}))["results"]
         assert len(results) == min(top_n, 4)
         check_ranks(results, sigmoid(LOGITS))
-    refused = await post(server, path, {**ASKED, "top_n": -1})
+    refused = await post(shared, path, {**ASKED, "top_n": -1})
     assert "top_n: must be at least" in refused.text
     if path == "/v2/rerank":
-        assert "top_n: must be at least 1; was 0" in (await post(server, path, {**ASKED, "top_n": 0})).text
+        assert "top_n: must be at least 1; was 0" in (await post(shared, path, {**ASKED, "top_n": 0})).text
     else:
-        assert len((await ask(server, path, {**ASKED, "top_n": 0}))["results"]) == 4
+        assert len((await ask(shared, path, {**ASKED, "top_n": 0}))["results"]) == 4
 
 
 @pytest.mark.parametrize("path", RANKS)
-async def test_documents_may_be_objects(serve: Serve, path: str) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_documents_may_be_objects(shared: FakeServer, path: str) -> None:
     objects: list[Any] = [{"text": it, "id": i} for i, it in enumerate(DOCUMENTS)]
     objects[2] = DOCUMENTS[2]
-    reply = await ask(server, path, {**ASKED, "documents": objects, "return_documents": True})
+    reply = await ask(shared, path, {**ASKED, "documents": objects, "return_documents": True})
     check_ranks(reply["results"], sigmoid(LOGITS))
     wanted = [{"text": DOCUMENTS[2]} if at == 2 else objects[at] for at in ORDER]
     assert [it["document"] for it in reply["results"]] == wanted
     parts = [{"title": text(*it[:1]), "body": text(*it[1:]), "text": "w40"} for it in IDS]
     body = {**ASKED, "documents": parts, "rank_fields": ["title", "body"], "return_documents": False}
-    reply = await ask(server, path, body)
+    reply = await ask(shared, path, body)
     check_ranks(reply["results"], sigmoid(LOGITS))
     assert all("document" not in it for it in reply["results"])
 
 
 @pytest.mark.parametrize("path", RANKS)
-async def test_long_documents_are_cut_and_counted(serve: Serve, path: str) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_long_documents_are_cut_and_counted(shared: FakeServer, path: str) -> None:
     long = {**ASKED, "documents": [text(*[7] * LONGEST), text(10, 11, 12)], "use_activation": False}
     want = logits_of([pair_ids(QUERY, [7] * (LONGEST - 5)), pair_ids(QUERY, [10, 11, 12])])[:, 0]
-    response = await post(server, path, long)
+    response = await post(shared, path, long)
     found = {it["index"]: it["relevance_score"] for it in response.json()["results"]}
     np.testing.assert_allclose([found[0], found[1]], want, rtol=1e-5)
     assert response.headers["encserve-truncated-inputs"] == "1"
-    response = await post(server, path, {**long, "max_tokens_per_doc": 2})
+    response = await post(shared, path, {**long, "max_tokens_per_doc": 2})
     found = {it["index"]: it["relevance_score"] for it in response.json()["results"]}
     want = logits_of([pair_ids(QUERY, [7, 7]), pair_ids(QUERY, [10, 11])])[:, 0]
     np.testing.assert_allclose([found[0], found[1]], want, rtol=1e-5)
     assert response.headers["encserve-truncated-inputs"] == "2"
-    assert "encserve-truncated-inputs" not in (await post(server, path, ASKED)).headers
-    refused = await post(server, path, {**long, "truncate": False})
+    assert "encserve-truncated-inputs" not in (await post(shared, path, ASKED)).headers
+    refused = await post(shared, path, {**long, "truncate": False})
     assert f"documents[0]: must be at most {LONGEST} tokens (max_sequence_tokens of tiny)" in refused.text
 
 
@@ -181,9 +174,14 @@ async def test_pairs_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
 
 async def test_texts_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
     server = await serve({}, HTTP, similarity="dot")
-    body = {"text_1": text(5), "text_2": text(7, 8, 9), "truncate_prompt_tokens": 4}
-    for more, ids in (({}, [7, 8]), ({"max_tokens_per_doc": 3}, [7]), ({"max_tokens_per_doc": 9}, [7, 8])):
-        reply = await ask(server, "/score", {**body, **more})
+    body = {"text_1": text(5), "text_2": text(7, 8, 9)}
+    for fields, ids in (
+        ({"truncate_prompt_tokens": 4}, [7, 8]),
+        ({"max_tokens_per_doc": 3}, [7]),
+        ({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 3}, [7]),
+        ({"truncate_prompt_tokens": 4, "max_tokens_per_doc": 9}, [7, 8]),
+    ):
+        reply = await ask(server, "/score", {**body, **fields})
         query, document = (expected_rows([BEGIN, *it, END])[0] for it in ([5], ids))
         np.testing.assert_allclose(reply["data"][0]["score"], query @ document, rtol=1e-4)
 
@@ -259,16 +257,15 @@ async def fields_of(server: FakeServer) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(("path", "inputs"), BODIES, ids=[f"{path} {[*inputs][-1]}" for path, inputs in BODIES])
-async def test_every_field_has_an_effect_or_is_refused(serve: Serve, path: str, inputs: dict[str, Any]) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
-    fields = (await fields_of(server))[path]
-    plain = await post(server, path, inputs)
+async def test_every_field_has_an_effect_or_is_refused(shared: FakeServer, path: str, inputs: dict[str, Any]) -> None:
+    fields = (await fields_of(shared))[path]
+    plain = await post(shared, path, inputs)
     assert plain.status_code == 200, plain.text
-    logits = await ask(server, path, {**inputs, "raw_scores": True})
-    assert without_ids(logits) == without_ids(await ask(server, path, {**inputs, "use_activation": False}))
+    logits = await ask(shared, path, {**inputs, "raw_scores": True})
+    assert without_ids(logits) == without_ids(await ask(shared, path, {**inputs, "use_activation": False}))
     for name in fields.keys() - INPUTS - IGNORED:
         other = path == "/v2/rerank"  # for return_documents, whose default differs between the routes
-        response = await post(server, path, {**inputs, name: VALUES.get(name, other)})
+        response = await post(shared, path, {**inputs, name: VALUES.get(name, other)})
         if response.status_code == 200:
             assert without_ids(response.json()) != without_ids(plain.json()), name
         else:
@@ -284,8 +281,7 @@ def without_ids(reply: Any) -> Any:
     return {name: it for name, it in reply.items() if name not in ("id", "created")}
 
 
-async def test_texts_and_documents_have_the_same_fields(serve: Serve) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_texts_and_documents_have_the_same_fields(shared: FakeServer) -> None:
     for fields in (
         {},
         {"top_n": 0},
@@ -297,8 +293,8 @@ async def test_texts_and_documents_have_the_same_fields(serve: Serve) -> None:
         {"truncate_prompt_tokens": 7},
         {"top_n": 1, "max_tokens_per_doc": 2, "raw_scores": False},
     ):
-        ranks = await ask(server, "/rerank", {**TEXTS, **fields})
-        results = (await ask(server, "/rerank", {**ASKED, **fields, "return_documents": False}))["results"]
+        ranks = await ask(shared, "/rerank", {**TEXTS, **fields})
+        results = (await ask(shared, "/rerank", {**ASKED, **fields, "return_documents": False}))["results"]
         assert ranks == [{"index": it["index"], "score": it["relevance_score"]} for it in results], fields
 
 
@@ -307,18 +303,17 @@ async def test_texts_and_documents_have_the_same_fields(serve: Serve) -> None:
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 @pytest.mark.parametrize(("first", "second"), [("text_1", "text_2"), ("queries", "documents")])
-async def test_pairs_are_scored_in_their_order(serve: Serve, first: str, second: str, path: str) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
-    reply = await ask(server, path, {first: text(*QUERY), second: DOCUMENTS})
+async def test_pairs_are_scored_in_their_order(shared: FakeServer, first: str, second: str, path: str) -> None:
+    reply = await ask(shared, path, {first: text(*QUERY), second: DOCUMENTS})
     assert [(it["index"], it["object"]) for it in reply["data"]] == [(i, "score") for i in range(4)]
     np.testing.assert_allclose([it["score"] for it in reply["data"]], sigmoid(LOGITS), rtol=1e-5)
     assert (reply["object"], reply["model"], reply["id"][:6]) == ("list", "tiny", "score-")
     assert reply["usage"] == {"prompt_tokens": TOKENS, "total_tokens": TOKENS}
     firsts = [text(*QUERY), text(30), text(*QUERY), ""]
-    reply = await ask(server, path, {first: firsts, second: DOCUMENTS, "use_activation": False})
+    reply = await ask(shared, path, {first: firsts, second: DOCUMENTS, "use_activation": False})
     want = logits_of([pair_ids(*it) for it in zip(([5, 6], [30], [5, 6], []), IDS, strict=True)])
     np.testing.assert_allclose([it["score"] for it in reply["data"]], want[:, 0], rtol=1e-5)
-    reply = await ask(server, path, {first: [text(*QUERY)], second: DOCUMENTS[0]})
+    reply = await ask(shared, path, {first: [text(*QUERY)], second: DOCUMENTS[0]})
     np.testing.assert_allclose(reply["data"][0]["score"], sigmoid(LOGITS[0]), rtol=1e-5)
 
 
@@ -416,17 +411,16 @@ def infer(*tensors: dict[str, Any], **parameters: Any) -> dict[str, Any]:
     return {"inputs": tensors, "outputs": [{"name": "scores"}], "parameters": parameters}
 
 
-async def test_pairs_are_scored_over_open_inference(serve: Serve) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_pairs_are_scored_over_open_inference(shared: FakeServer) -> None:
     for queries in ([text(*QUERY)], [text(*QUERY)] * 4):
-        reply = await ask(server, PATH, infer(tensor("query", queries), tensor("text", DOCUMENTS)))
+        reply = await ask(shared, PATH, infer(tensor("query", queries), tensor("text", DOCUMENTS)))
         (output,) = reply["outputs"]
         assert (output["name"], output["datatype"], output["shape"]) == ("scores", "FP32", [4, 1])
         np.testing.assert_allclose(output["data"], sigmoid(LOGITS), rtol=1e-5)
     pair = (tensor("query", [text(*QUERY)]), tensor("text", [LONG]))
-    cut = (await ask(server, PATH, infer(*pair, truncate=True)))["outputs"][0]["data"]
+    cut = (await ask(shared, PATH, infer(*pair, truncate=True)))["outputs"][0]["data"]
     np.testing.assert_allclose(cut, sigmoid(logits_of([pair_ids(QUERY, [7] * (LONGEST - 5))])[0]), rtol=1e-5)
-    config = (await get(server, "/v2/models/tiny")).json()
+    config = (await get(shared, "/v2/models/tiny")).json()
     assert [it["name"] for it in config["inputs"]] == ["input_ids", "attention_mask", "text", "query"]
     assert {"name": "scores", "datatype": "FP32", "shape": [-1, 1]} in config["outputs"]
     ids = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]}
@@ -437,7 +431,7 @@ async def test_pairs_are_scored_over_open_inference(serve: Serve) -> None:
         (infer(tensor("query", ["a"])), "inputs: must hold input_ids or text; was query"),
     ]
     for body, problem in refused:
-        response = await post(server, PATH, body)
+        response = await post(shared, PATH, body)
         assert (response.status_code, response.json()["error"][: len(problem)]) == (400, problem)
 
 
@@ -566,25 +560,23 @@ def message_of(body: dict[str, Any]) -> str:
     return error if isinstance(error, str) else error["message"]
 
 
-async def test_wrong_requests_name_the_field(serve: Serve) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_wrong_requests_name_the_field(shared: FakeServer) -> None:
     for path, body, status, message in REFUSED:
-        response = await post(server, path, body)
+        response = await post(shared, path, body)
         wanted = message.replace("32 tokens", f"{LONGEST} tokens").replace("at most 32", f"at most {LONGEST}")
         assert message_of(response.json()).startswith(wanted), (path, response.text[:300])
         assert response.status_code == status, (path, response.text[:300])
-    form = (await post(server, "/v1/rerank", {})).json()
+    form = (await post(shared, "/v1/rerank", {})).json()
     assert form["detail"] == form["message"]
 
 
-async def test_errors_show_only_the_start_of_a_large_number(serve: Serve) -> None:
-    server = await serve(FILES, HTTP, scores=scores())
+async def test_errors_show_only_the_start_of_a_large_number(shared: FakeServer) -> None:
     for path, body in BODIES:
-        fields = (await fields_of(server))[path]
+        fields = (await fields_of(shared))[path]
         for name in {"top_n", "max_tokens_per_doc", "truncate_prompt_tokens"} & fields.keys():
             for more in ({}, {"truncate": False}, {"truncation_side": "left"}):
                 for sign in (1, -1):
-                    response = await post(server, path, {**body, name: sign * 10**4000, **more})
+                    response = await post(shared, path, {**body, name: sign * 10**4000, **more})
                     if response.status_code != 200:
                         assert len(response.text) < 600, (path, name, more)
 
@@ -612,12 +604,11 @@ async def test_many_documents_and_large_documents(serve: Serve) -> None:
     server = await serve(FILES, HTTP | {"max_queue_tokens": 2048}, scores=scores())
     ids = [[3 + i % 40] * (i % 20) for i in range(2048)]
     documents = [text(*it) for it in ids]
-    for path in RANKS:
-        reply = await ask(server, path, {**ASKED, "documents": documents, "use_activation": False})
-        found = np.empty(2048)
-        for it in reply["results"]:
-            found[it["index"]] = it["relevance_score"]
-        np.testing.assert_allclose(found, logits_of([pair_ids(QUERY, it) for it in ids])[:, 0], atol=1e-4)
+    reply = await ask(server, "/rerank", {**ASKED, "documents": documents, "use_activation": False})
+    found = np.empty(2048)
+    for it in reply["results"]:
+        found[it["index"]] = it["relevance_score"]
+    np.testing.assert_allclose(found, logits_of([pair_ids(QUERY, it) for it in ids])[:, 0], atol=1e-4)
     large = ["w7 " * 80_000] * 8
     reply = await ask(server, "/v1/rerank", {**ASKED, "documents": large})
     assert [it["document"]["text"] for it in reply["results"]] == large

@@ -164,6 +164,8 @@ BAD_REQUESTS = [
     (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "the layer before; was 1"),
     (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
     (request([1], data_type=7), "data_type", "DataType, 0 to 4; was 7"),
+    (request([1], data_type="DATA_TYPE_BINARY"), "data_type", "DATA_TYPE_BINARY is only for outputs of Encode"),
+    (request([1], data_type="DATA_TYPE_INT8"), "data_type", "DATA_TYPE_INT8 is only for outputs of Encode"),
     (request([1], truncation=7), "truncation", "Truncation, 0 to 2; was 7"),
     (request(np.ones((2, 4), np.float32)), "input.embeddings", "takes token ids or text"),
 ]  # fmt: skip
@@ -189,10 +191,7 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """For a model without inspection, the server refuses a call before other checks.
-
-    The other checks need the layers of the model, which the server may not know.
-    """
+    """The other checks need the layers of the model, which the server may not know."""
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -341,10 +340,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server closes the connection of a caller that reads nothing.
-
-    Otherwise, a few such callers could block all inspections, and fill the memory with unread replies.
-    """
+    """A few such callers could block all inspections, and fill the memory with unread replies."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -422,13 +418,3 @@ async def test_unloading_ends_waiting_inspections_but_not_the_running_one(server
     assert server.inspector.closed
     assert ran == server.inspector.lengths == [1, 2]
     assert inspections(server) == 0
-
-
-async def test_a_stop_waits_for_a_running_inspection(server: FakeServer) -> None:
-    running = await hold(server)
-    stopping = asyncio.create_task(server.app.stop())
-    await asyncio.sleep(0.05)
-    server.inspector.let_go()
-    assert len(await running) > 1
-    assert await stopping
-    assert server.inspector.closed

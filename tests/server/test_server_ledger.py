@@ -1,4 +1,4 @@
-"""Tests of the ledger, which limits what callers hold: a caller that holds nothing always finds room."""
+"""Tests of the ledger, which limits the bytes and places of each caller. A caller that holds nothing finds room."""
 
 import asyncio
 import resource
@@ -70,10 +70,10 @@ class Held:
         self.arrivals: dict[str, Arrival] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, name: str, account: str, *, is_open: bool = False, is_stream: bool = True) -> None:
+    async def start(self, name: str, account: str, *, is_stream: bool = True) -> None:
         async def hold() -> None:
             try:
-                with Arrival(self.places, account, is_open=is_open, is_stream=is_stream) as self.arrivals[name]:
+                with Arrival(self.places, account, is_open=False, is_stream=is_stream) as self.arrivals[name]:
                     await asyncio.Event().wait()
             except EncserveError as error:
                 self.ended[name] = error
@@ -204,7 +204,7 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
 
     counting = asyncio.create_task(count_turns())
     await read_body()
-    assert turns <= 3, "a single body waits for others"
+    assert turns <= 3, "a body without others must not wait"
     turns_of_parts.clear()
     await asyncio.gather(*(read_body() for _ in range(20)))
     counting.cancel()
@@ -215,14 +215,14 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
     ("parts_s", "rest_s"),
     [
         ([0.002], 0.006),
-        ([0.0005] * 4, 0.006),  # the single rests, 0.0015, are too short for a sleep
+        ([0.0005] * 4, 0.006),  # one rest, 0.0015 s, is too short for a sleep
         ([6.0], 0.05),  # the process was suspended
     ],
 )
 async def test_bodies_rest_longer_than_a_part_took(
     monkeypatch: pytest.MonkeyPatch, parts_s: list[float], rest_s: float
 ) -> None:
-    """Costly parts leave most of the event loop's time for other calls, even if they belong to one body."""
+    """Costly parts leave most of the event loop's time for other calls, even if all parts belong to one body."""
     clock = FakeClock()
     places = places_of(clock, monkeypatch, 8)
     for part_s in parts_s:
@@ -263,7 +263,7 @@ async def test_a_new_watch_replaces_an_old_one_of_the_caller(monkeypatch: pytest
     await start("a0", "a1", "a2", "a3", "a4", "a5", "a6")  # 7 of 8 places
     clock.advance(29.0)
     await start("a7", "b0", "b1")
-    assert ended == ["a7", "b1"], "a watch of 29 s ends"
+    assert ended == ["a7", "b1"], "a watch younger than 30 s must stay"
     clock.advance(1.0)
     await start("a8", "a9", "b2")
     assert ended == ["a7", "b1", "a0", "a1", "b2"]

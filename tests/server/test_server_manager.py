@@ -5,7 +5,6 @@ The engines are fake, and a manifest is one line of text.
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import threading
 import weakref
@@ -17,7 +16,7 @@ import grpc
 import pytest
 from fake_engine import FakeEngine, FakeInspector
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -242,10 +241,7 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """A version is not loaded again if only dates or permissions of files change.
-
-    For example, a volume may change the permissions of all files at each mount by a pod.
-    """
+    """For example, a volume may change the permissions of all files at each mount by a pod."""
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
     server = await serve(latest_versions=2)
@@ -354,14 +350,15 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
     repository.put("1", "b", name="a")
     await repository.look()
     assert await listed(server) == "m@1* a@1"
-    stub: Any = health_pb2_grpc.HealthStub(server.channel)
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                response = await stub.Check(health_pb2.HealthCheckRequest(service=f"{SERVICE}/a"))
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            await asyncio.sleep(0.01)
+
+    async def is_healthy() -> bool:
+        with contextlib.suppress(Failed):
+            check = health_pb2.HealthCheckRequest(service=f"{SERVICE}/a")
+            data = await server.call("Check", check, "grpc.health.v1.Health")
+            return health_pb2.HealthCheckResponse.FromString(data).status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
+    await until(is_healthy)
 
 
 async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
@@ -380,10 +377,7 @@ async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
 async def test_an_older_version_is_reported_in_the_log(
     repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a new version is older than the served versions, the log says so.
-
-    Version names that are not numbers sort before numbers, so v4 is older than 3.
-    """
+    """Version names that are not numbers sort before numbers, so v4 is older than 3."""
     caplog.set_level("INFO")
     repository.put("2", "a")
     repository.put("3", "b")
@@ -483,9 +477,9 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """The engine of a refused version is freed.
+    """An exception refers to stack frames, and one frame refers to the engine.
 
-    An exception refers to stack frames, and one of these frames refers to the engine.
+    So the server must drop the exception.
     """
     engines: list[weakref.ref[FakeEngine]] = []
 
@@ -537,10 +531,7 @@ async def test_a_loaded_model_that_cannot_be_served_is_refused_and_closed(
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """If a folder cannot be read, the served versions stay the same.
-
-    For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment.
-    """
+    """For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment."""
     repository.put("1", "a")
     server = await serve()
     if folder in ("other", "tiny/3"):
@@ -601,10 +592,7 @@ async def test_a_missing_model_makes_the_repository_overdue(
 async def test_an_expected_fingerprint_or_space(
     repository: Repository, serve: Serve, field: str, reason: str, kept: str, changed: str
 ) -> None:
-    """A call with an expected id fails if the served version has another id.
-
-    A second export of a model has the same space_id.
-    """
+    """A second export of a model has another fingerprint and the same space_id."""
     repository.put("1", "a")
     server = await serve()
 
@@ -632,25 +620,6 @@ async def test_a_bundle_without_a_space_id_fails_every_expectation(repository: R
     server = await serve()
     with pytest.raises(Failed, match="tiny@1 has none"):
         await version_of(server, expected_space_id="a")
-
-
-async def test_an_inspection_after_the_folder_was_removed_is_refused(repository: Repository, serve: Serve) -> None:
-    """If the file of the inspection graph is missing, a call fails with INSPECT_UNAVAILABLE, not with INTERNAL.
-
-    The server loads the inspection graph at the first inspection.
-    """
-
-    def load(directory: Path, settings: Settings, tokenize_pool: FairThreadPool, served: str) -> LoadedModel:
-        def fail() -> FakeInspector:
-            raise BundleError(f"{directory}: cannot be read")
-
-        return dataclasses.replace(repository.load(directory, settings, tokenize_pool, served), load_inspector=fail)
-
-    repository.put("1", "a")
-    server = await serve(load=load)
-    with pytest.raises(Failed) as caught:
-        await server.inspect(pb.InspectRequest(input=INPUT))
-    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE")
 
 
 # Retirement
@@ -774,10 +743,14 @@ async def test_stuck_engines_are_abandoned_at_the_same_time(
     server = await serve(grace_seconds=0.0)
     repository.stop_waiting()
     async with contextlib.AsyncExitStack() as stack:
-        for name, engine in zip(names, repository.engines, strict=True):
+        calls = [
             await stack.enter_async_context(in_use(server, engine, model=name))
+            for name, engine in zip(names, repository.engines, strict=True)
+        ]
         async with asyncio.timeout(3.5):
             assert not await server.app.stop()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(it) for it in results] == [Failed] * len(calls)
 
 
 async def test_only_one_health_task_runs_after_changes_of_models(repository: Repository, serve: Serve) -> None:

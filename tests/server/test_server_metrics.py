@@ -35,19 +35,6 @@ def page(server: FakeServer, accept: str = "text/plain") -> str:
     return text
 
 
-async def test_stages_and_replies_are_measured(server: FakeServer) -> None:
-    replies = await asyncio.gather(*(server.encode([1] * (i + 1)) for i in range(10)))
-    for stage in ("collate", "compute", "split"):
-        labels = {**MODEL, "stage": stage}
-        assert server.sample("encserve_stage_seconds_count", **labels) == len(server.engine.batches), stage
-        assert server.sample("encserve_stage_seconds_sum", **labels) > 0, stage
-    assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
-    size = sum(len(reply.SerializeToString()) for reply in replies)
-    assert server.sample("encserve_response_bytes_sum", **MODEL) == size
-    assert server.sample("encserve_response_bytes_count", **MODEL) == 10
-    await until(lambda: server.sample("encserve_event_loop_lag_seconds_count"))
-
-
 async def test_the_queue_counts_requests_and_sequences(server: FakeServer) -> None:
     first = await server.start_held(server.encode([1]))
     waiting = [asyncio.create_task(server.encode([1], [2], [3])) for _ in range(2)]
@@ -190,10 +177,7 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """The page for three versions has fewer than 1,200 lines.
-
-    The page must be short: writing takes about 8 µs per line, and blocks all other Python code.
-    """
+    """Writing takes about 8 µs per line, and blocks all other Python code."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([("unary", SERVICE_NAME, name) for name in METHODS.methods_by_name], map(str, range(17)), REASONS)

@@ -1,4 +1,4 @@
-"""Tests of copies and renames of bundles: the manifest, the checks, and what stays after an error."""
+"""Tests of copies and renames of bundles: the manifest, the checks, and the files after an error."""
 
 import errno
 import json

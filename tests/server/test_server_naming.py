@@ -111,7 +111,7 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 )  # fmt: skip
 def test_the_fields_of_score(path: FieldPath, inputs: str) -> None:
     found = naming.SCORES[inputs].field(path)
-    # Only the rows of documents have a place in the tensor of document vectors.
+    # The name has the index of a document, but the field is a single tensor. So remove the index.
     check_path(pb.ScoreRequest, re.sub(r"^document_vectors\[\d+\]", "document_vectors", found))
 
 

@@ -315,10 +315,7 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 
 
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
-    """Errors of refused inputs are freed without the cycle collector.
-
-    An error in a reference cycle would keep its input in memory until the cycle collector runs.
-    """
+    """An error in a reference cycle would keep its input in memory until the cycle collector runs."""
     embedder, _ = make_fake()
     with collector_off():
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
@@ -486,8 +483,7 @@ def test_scores_have_the_requested_type(tmp_path: Path, activation: Any, dtype: 
     with Embedder(bundle, tune_batches=False) as embedder:
         rows = embedder.run(pairs, output="scores", activation=activation, dtype=dtype).rows
     logits = tiny_heads.logits_of([tiny_heads.pair_ids(*it) for it in ids], labels=2)
-    powers = np.exp(logits)
-    softmax = powers / powers.sum(axis=1, keepdims=True)
+    softmax = tiny_heads.softmax(logits)
     want = {"none": logits, "model": softmax, "sigmoid": tiny_heads.sigmoid(logits), "softmax": softmax}[activation]
     assert rows.dtype == np.dtype(dtype)
     np.testing.assert_allclose(rows, want, rtol=1e-5 if dtype == "float32" else 5e-3)

@@ -12,7 +12,7 @@ import pytest
 from fake_server import D_MODEL, VOCAB_SIZE, Failed, FakeServer, StartServer, refusal
 from fuzzing import damaged
 from grpc_health.v1 import health_pb2
-from open_inference import IDS, MASK, PADDED, arrays_of, ask, infer, infer_request, text_tensor
+from open_inference import IDS, MASK, PADDED, arrays_of, ask, infer, infer_request, text_tensor, wild_inputs
 from tiny_bundle import write_bundle
 from tiny_heads import loader
 from waiting import until
@@ -101,10 +101,7 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 
 async def test_transport_parameters_of_clients_are_ignored(shared: FakeServer) -> None:
-    """Transport parameters of clients do not change the reply.
-
-    KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`.
-    """
+    """KServe's client sends `binary_data_size`, Triton's client `binary_data`, and MLServer's codecs `content_type`."""
     plain = await infer(shared, input_ids=IDS, outputs=["embedding"])
     request = ids(outputs=["embedding"], parameters={"binary_data_output": True, "priority": 3, "content_type": "np"})
     request.inputs[0].parameters["binary_data_size"].int64_param = IDS.nbytes
@@ -278,7 +275,6 @@ async def test_a_cancelled_call_leaves_the_queue(server: FakeServer) -> None:
     await until(lambda: server.queued() == 0)
     server.engine.let_go()
     await running
-    assert server.sample("encserve_cancelled_total", model="tiny", version="2", stage="queued") == 2
 
 
 async def test_a_stream_answers_each_request_by_its_id(server: FakeServer) -> None:
@@ -387,21 +383,6 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
     def odd(good: Any, *others: Any) -> Any:
         return rng.choice(others) if rng.random() < 0.06 else good
 
-    rows, columns = rng.choice([0, 1, 2, 5]), rng.choice([0, 1, 3, 40])
-    words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50]
-    ids = [odd(rng.randrange(VOCAB_SIZE), -1, 2**63 - 1) for _ in range(rows * columns)]
-    lengths = [rng.randint(0, columns) for _ in range(rows)]
-    inputs: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        inputs["text"] = text_tensor(*(rng.choice(words) for _ in range(rows)))
-    if rng.random() < 0.6 or not inputs:
-        inputs["input_ids"] = np.array(ids, "<i8").reshape(rows, columns)
-        if rng.random() < 0.5:
-            inputs["attention_mask"] = (
-                (np.arange(columns) < np.array(lengths)[:, None]).astype("<i8").reshape(rows, columns)
-            )
-        if rng.random() < 0.2:
-            inputs["token_type_ids"] = np.full((rows, columns), odd(0, 1), rng.choice(["<i4", "<i8"]))
     parameters = {
         name: odd(value, 7, True, 0.5, "x", -1)
         for name, value in {
@@ -419,7 +400,9 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
     names = ["last_hidden_state", "lengths", "embedding", "multi_vector", "sparse_weights", ""]
     outputs = [rng.choice(names[:3] if rng.random() < 0.9 else names) for _ in range(rng.choice([0, 0, 1, 2]))]
     model = odd("tiny", "", "no", "../tiny")
-    request = infer_request(raw=rng.random() < 0.6, outputs=outputs, parameters=parameters, model=model, **inputs)
+    request = infer_request(
+        raw=rng.random() < 0.6, outputs=outputs, parameters=parameters, model=model, **wild_inputs(rng)
+    )
     for it in request.inputs:
         it.name = odd(it.name, "", "input_ids", "text")
         it.datatype = odd(it.datatype, "", "FP32", "BYTES", "INT64", "INT32")

@@ -4,16 +4,15 @@ import asyncio
 import json
 import random
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
+from fake_server import D_MODEL, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, PADDED, arrays_of_rest, infer, text_tensor
+from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, arrays_of_rest, infer, text_tensor, wild_inputs
 from waiting import until
 
 PATH = "/v2/models/tiny/infer"
@@ -66,14 +65,6 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
     data, headers = binary(body)
     async with connect(server) as client:
         return arrays_of_rest(await client.post(PATH, content=data, headers=headers))
-
-
-@pytest.mark.parametrize("nested", [True, False])
-async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
-    got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default, the reply has all outputs
-    np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
-    assert got["lengths"].tolist() == [3, 1]
 
 
 TEXTS = text_tensor("hello brave new world", "", '🌍 "data": [1, 2] \\', "data")
@@ -251,9 +242,7 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check 
     (ids(parameters={"timeout": [1]}), "parameters.timeout", "64 bits"),
     (ids(parameters={"timeout": 2**70}), "parameters.timeout", "64 bits"),
     (ids(parameters={f"{i}": i for i in range(65)}), "parameters", "at most 64 parameters; was 65"),
-    (ids(parameters={"timeout": -1}), "parameters.timeout", "microseconds"),
     (ids(parameters={"datatype": "FP16"}), "parameters.datatype", "FP32"),
-    (ids(outputs=["logits"]), "outputs[0].name", "'logits'"),
     (ids(outputs=[SAYS | {"parameters": {"classification": 2}}]), "outputs[0].parameters", "classification"),
     (ids(outputs=[SAYS | {"parameters": {"binary_data": 1}}]), "outputs[0].parameters.binary_data", "must be"),
     (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs", "at most"),
@@ -288,7 +277,6 @@ REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check 
     (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters", "shared memory"),
     (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size", "from 0 to 0"),
     (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data", "left out"),
-    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]", "was 1000"),
     (changed(texts("a"), data=[1]), "text[0]", "must be a string; was 1"),
     (changed(texts("a"), data="a"), "text.data", "must be a list of strings; was a string"),
     (changed(texts("a"), data=[["a", "b"]]), "text[0]", "string"),
@@ -372,23 +360,8 @@ async def test_errors_of_the_server_have_their_statuses(start_server: StartServe
     assert (large.status_code, large.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
 
 
-async def test_a_padded_reply_that_is_too_large_is_refused_before_the_run(start_server: StartServer) -> None:
-    server = await start_server(http_port=0, max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)
-    mask = np.zeros_like(array)
-    mask[:, 0] = mask[0] = 1
-    for parameters in ({}, {"binary_data_output": True}):
-        response = await post(server, PATH, request(input_ids=array, attention_mask=mask, parameters=parameters))
-        assert response.headers["encserve-error-reason"] == "RESPONSE_TOO_LARGE"
-    assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
-
-
 MILLION = np.ones((250, 4000), np.int64)  # a million ids, of which truncation keeps 8,000
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
-
-
-def exceeds(server: FakeServer, size: int) -> bool:
-    return server.app._calls.budget.held > size
 
 
 async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(start_server: StartServer) -> None:
@@ -399,21 +372,22 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
         headers = {} if body is LARGE else binary(wide)[1]
         async with connect(server) as client:
             running = asyncio.create_task(client.post(PATH, content=body, headers=headers))
-            await until(partial(exceeds, server, size))
+            await until(lambda: server.held_bytes() > size)  # noqa: B023
             server.app._calls.budget.limit = server.app._calls.budget.held
             full = await client.post(PATH, content=LARGE)
             assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
             running.cancel()
-            await until(lambda: server.app._calls.budget.held == 0)
+            await until(lambda: server.held_bytes() == 0)
     server.engine.let_go()
 
 
-async def test_calls_are_counted(server: FakeServer) -> None:
+async def test_calls_are_counted_by_route_and_status(server: FakeServer) -> None:
+    """The path of the route has a placeholder for the name of the model."""
     await ask(server, ids())
     await post(server, PATH, ids(-IDS))
     route = "POST /v2/models/{name:path}/infer"
-    assert server.sample("encserve_http_requests_total", route=route, status="200") == 1
-    assert server.sample("encserve_http_requests_total", route=route, status="400") == 1
+    for status in ("200", "400"):
+        assert server.sample("encserve_http_requests_total", route=route, status=status) == 1
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:
@@ -421,26 +395,6 @@ def odd(rng: random.Random, good: Any, *others: Any) -> Any:
     if rng.random() > 0.02:
         return good
     return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
-
-
-def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Return random arrays with their names. Some combinations are invalid, such as `text` with `input_ids`."""
-    rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
-    words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
-    inputs: dict[str, Any] = {}
-    if rng.random() < 0.5:
-        its = text_tensor(*(rng.choice(words) for _ in range(rows)))
-        inputs["text"] = its.reshape(-1, 1) if rng.random() < 0.3 else its
-    if rng.random() < 0.1 or not inputs:
-        of_int = rng.choice(["<i4", "<i8"])
-        ids = [rng.randrange(VOCAB_SIZE + 5) for _ in range(rows * columns)]
-        inputs["input_ids"] = np.array(ids, of_int).reshape(rows, columns)
-        if rng.random() < 0.5:
-            lengths = np.array([rng.randint(1, max(1, columns)) for _ in range(rows)], int)
-            inputs["attention_mask"] = (np.arange(columns) < lengths[:, None]).astype("<i8").reshape(rows, columns)
-        if rng.random() < 0.2:
-            inputs["token_type_ids"] = np.zeros((rows, columns), of_int)
-    return inputs
 
 
 def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:

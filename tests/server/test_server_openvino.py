@@ -54,20 +54,14 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
 
 
 def test_rows_stay_valid_after_the_next_run(engine: OpenVinoEngine) -> None:
-    """The hidden states of a run stay right after the next run.
-
-    OpenVINO reuses the output buffer. Without a copy, the next run would overwrite the hidden states.
-    """
+    """OpenVINO reuses the output buffer. Without a copy, the next run would overwrite the hidden states."""
     first = engine.run([np.array([1, 2, 3])])
     engine.run([np.array([4, 5, 6])])
     np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
 
 
 def test_the_precision_is_float32_by_default(engine: OpenVinoEngine) -> None:
-    """By default, the engine computes in float32.
-
-    OpenVINO itself would choose bfloat16 on a CPU that supports bfloat16.
-    """
+    """OpenVINO itself would choose bfloat16 on a CPU that supports bfloat16."""
     assert (engine.info.provider, engine.info.device, engine.info.precision) == ("OpenVINO", "cpu", "float32")
     assert engine.info.runtime == f"openvino {ov.__version__.partition('-')[0]}"
     assert engine._compiled.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
@@ -117,10 +111,7 @@ def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU without bfloat16, `--precision bfloat16` is refused.
-
-    Otherwise OpenVINO would emulate bfloat16, or compute in float32 without a warning.
-    """
+    """OpenVINO would emulate bfloat16, or compute in float32 without a warning."""
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:

@@ -7,7 +7,6 @@ that are not finite.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from output_models import POOL, head_graph, rich_bundle
 
 from encserve_server.engine.base import BatchResult
-from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec, static_weights
+from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec
 from encserve_server.outputs import rows as rows_module
 from encserve_server.outputs.rows import l2_normalized, quantized
 from encserve_server.outputs.spans import pool_spans
 from encserve_server.outputs.token_pooling import linkage, pool_tokens
 from encserve_server.types.arrays import ModelInput, Numbers, OutputArrays, OutputRows, Rows, TokenSpans
-from encserve_server.types.bundles import ModelPooling, Sparse, SparsePooling, StaticSparse, TaskSettings, TokenPooling
+from encserve_server.types.bundles import ModelPooling, Sparse, SparsePooling, TaskSettings, TokenPooling
 from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
 K = OutputKind
@@ -182,10 +181,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Rows], list[tuple[OutputSpec, ...]], 
 def test_a_sequence_gets_the_same_bits_alone_and_with_others(
     made: tuple[list[Rows], list[tuple[OutputSpec, ...]], list[int]],
 ) -> None:
-    """Each sequence gets the same bits alone and in a batch, even if the sequences request different outputs.
-
-    The last sequence contains infinity, so it gets no outputs.
-    """
+    """The last sequence contains infinity, so it gets no outputs."""
     rows, specs, skipped = made
     outputs = model()
     wanted = [outputs.check(some, skipped_tokens=n) if some else () for some, n in zip(specs, skipped, strict=True)]
@@ -219,7 +215,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """The vector of a sequence with only prompt tokens has only zeros, except with CLS. The sequence does not fail."""
+    """A sequence of prompt tokens only does not fail. Except with CLS pooling, its vector has only zeros."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -296,13 +292,6 @@ def test_int8_changes_an_angle_by_less_than_2_degrees(width: int, seed: int, nea
     fits = np.abs(np.concatenate([left, right], axis=1)).max(axis=1) * np.sqrt(width) < 4
     turned = np.abs(angles(quantized(left), quantized(right)) - angles(left, right))
     assert (turned[fits] <= 2 * np.arcsin(2 / 127) + 1e-6).all()
-
-
-def test_the_models_pooling_may_equal_a_named_one() -> None:
-    outputs = model(pooling=ModelPooling((K.MEAN,), l2_normalize=False, width=D_MODEL))
-    wanted = outputs.check([OutputSpec(K.MODEL), OutputSpec(K.MEAN)])
-    first, second = compute_one(outputs, random_rows([3])[0], wanted)
-    np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("kind", OutputKind)
@@ -416,16 +405,6 @@ def test_a_token_may_have_a_weight_under_its_own_id() -> None:
     assert weights[0] == 1 + 3 * (VOCABULARY + 1)
 
 
-def test_static_weights_are_those_of_the_tokens() -> None:
-    weights = np.linspace(-1, 1, VOCABULARY, dtype=np.float32)
-    weights[6] = 0
-    outputs = (Output(K.SPARSE, False), Output(K.SPARSE, False, max_active_dims=1))
-    found = static_weights(StaticSparse(Path(), weights, 0), np.array([5, 39, 5, 6]), outputs)
-    for it, ids in zip(found, ([5, 39], [39]), strict=True):
-        assert it.indices is not None
-        assert (it.indices.tolist(), it.rows[:, 0].tolist()) == (ids, weights[ids].tolist())
-
-
 # Numbers that are not finite
 
 LARGE = np.float32(1e30)  # the square of this number overflows float32
@@ -483,10 +462,7 @@ def test_a_weight_under_its_own_id_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("kind", [K.TOKENS, K.SPANS, *SPAN_POOLINGS])
 @pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16])
 def test_an_overflow_of_a_norm_is_found(kind: OutputKind, data_type: DataType) -> None:
-    """A sequence fails if a norm overflows, although its hidden states are finite.
-
-    Otherwise the division by the infinite norm would return zeros.
-    """
+    """The hidden states are finite. A division by the infinite norm would return zeros."""
     rows = random_rows([2, 2, 1])
     rows[1][:] = LARGE
     spans: list[TokenSpans | None] = [np.array([[0, len(it)]]) for it in rows]
@@ -522,9 +498,9 @@ def test_zeros_from_a_head_are_returned(kind: OutputKind, l2_normalize: bool) ->
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, a sequence fails if one of its outputs needs the sum.
+    """If a sum overflows, the sequence fails only if one of its outputs needs the sum.
 
-    This includes binary outputs, although bits are always finite.
+    Binary outputs fail too, although bits are always finite.
     """
     outputs, rows = model(), random_rows([2, 3])
     rows[1][:] = 3e38
@@ -575,12 +551,6 @@ def test_a_pooled_range_is_the_pooling_of_its_rows(made: tuple[Rows, TokenSpans]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_a_sequence_without_ranges_has_no_rows() -> None:
-    outputs = model()
-    made = compute(outputs, random_rows([3, 2]), [outputs.check([OutputSpec(K.SPANS)])] * 2, [None, np.array([[0, 2]])])
-    assert [arrays[0].shape for arrays in made if arrays] == [(0, D_MODEL), (1, D_MODEL)]
-
-
 # Vectors joined into clusters
 
 
@@ -620,10 +590,7 @@ def test_token_pooling_keeps_protected_tokens_and_the_number_of_clusters(
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """For the same vectors, encserve and sentence-transformers return the same joined vectors.
-
-    The first and the last of several vectors are equal.
-    """
+    """The first and the last of several vectors are equal."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
     vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)

@@ -100,10 +100,7 @@ def open_engine(graph: Graph, weights: PrepackedWeights | None) -> "contextlib.c
 
 
 def test_shared_weights_give_rows_with_the_same_bits(bundle: Bundle, folder: Path) -> None:
-    """Hidden states and inspections have the same bits with shared weights and without them.
-
-    Inspections have their own graph and their own cache entry.
-    """
+    """Inspections have their own graph and their own cache entry."""
     rng = np.random.default_rng(0)
     shared_weights = weights_of(bundle, folder)
     with open_engine(bundle.graph, None) as plain, open_engine(bundle.graph, shared_weights) as shared:
@@ -422,7 +419,7 @@ def test_the_folder_comes_from_the_setting_or_the_environment(
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert used(None) == [Path("home/.cache/encserve")]
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert used(None) == [], "the same folder"
+    assert used(None) == [], "the folder already has the entry"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert used(None) == [Path("xdg/encserve")]
     monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "own"))

@@ -1,4 +1,4 @@
-"""While the bundles of models are prepared, the ports are open, and callers get the stage."""
+"""While bundles are prepared, the ports are open. Refused callers get the stage of the preparation."""
 
 import asyncio
 import contextlib

@@ -596,7 +596,7 @@ async def test_a_broken_engine_is_unhealthy_until_a_probe_succeeds(bench: Bench)
 
 
 async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> None:
-    bench.engine.nan_id = 0  # the engine's probe also has id 0
+    bench.engine.nan_id = 0  # the probe also has this id
     for _ in range(3):
         with pytest.raises((InferenceFailed, EngineUnhealthy)):
             await bench.encode(ids(0))

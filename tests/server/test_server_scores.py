@@ -25,6 +25,7 @@ from tiny_heads import (
     scores,
     scores_file,
     sigmoid,
+    softmax,
     sparse,
     text,
 )
@@ -33,6 +34,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 
 FILES = {"scores.onnx": scores_file()}
+SHARED_BUNDLE = {"files": FILES, "scores": scores()}
 QUERY, DOCUMENTS = [5, 6], [[7, 8, 9], [], [10], [7, 8, 9]]
 
 
@@ -56,29 +58,27 @@ def asked(documents: list[list[int]] | None = None, **fields: Any) -> dict[str, 
     return {"query": text(*QUERY), "documents": [text(*it) for it in documents or DOCUMENTS], **fields}
 
 
-async def test_a_cross_encoder_scores_documents_in_their_order(serve: Serve) -> None:
-    server = await serve(FILES, scores=scores())
+async def test_a_cross_encoder_scores_documents_in_their_order(shared: FakeServer) -> None:
     want = logits_of([pair_ids(QUERY, it) for it in DOCUMENTS])
-    response = await score(server, **asked())
+    response = await score(shared, **asked())
     np.testing.assert_allclose(found(response), sigmoid(want), rtol=1e-5)
     assert list(response.labels) == ["relevant"]
     assert (response.model, response.model_version) == ("tiny", "1")
     assert response.token_count == sum(len(pair_ids(QUERY, it)) for it in DOCUMENTS)
     assert (list(response.truncated), list(response.indices)) == ([], [])
-    raw = await score(server, **asked(activation=pb.ACTIVATION_NONE))
+    raw = await score(shared, **asked(activation=pb.ACTIVATION_NONE))
     np.testing.assert_allclose(found(raw), want, rtol=1e-5)
     pairs = [pb.TextPair(query=text(*query), document=text(*it)) for query in (QUERY, [30]) for it in DOCUMENTS]
-    response = await score(server, pairs=pairs, activation=pb.ACTIVATION_NONE)
+    response = await score(shared, pairs=pairs, activation=pb.ACTIVATION_NONE)
     more = logits_of([pair_ids([30], it) for it in DOCUMENTS])
     np.testing.assert_allclose(found(response), np.concatenate([want, more]), rtol=1e-5)
 
 
-async def test_the_largest_scores_come_first(serve: Serve) -> None:
-    server = await serve(FILES, scores=scores())
+async def test_the_largest_scores_come_first(shared: FakeServer) -> None:
     want = sigmoid(logits_of([pair_ids(QUERY, it) for it in DOCUMENTS]))[:, 0]
     order = np.argsort(-want, kind="stable")
     for top_k in (1, 2, 4, 2**31):
-        response = await score(server, **asked(top_k=top_k))
+        response = await score(shared, **asked(top_k=top_k))
         assert list(response.indices) == order[:top_k].tolist()
         np.testing.assert_allclose(found(response)[:, 0], want[order[:top_k]], rtol=1e-5)
 
@@ -88,8 +88,7 @@ async def test_a_classifier_scores_texts(serve: Serve) -> None:
     server = await serve({"scores.onnx": scores_file(3)}, scores=labels)
     want = logits_of([[BEGIN, *it, END] for it in ([7], [8, 9])], labels=3)
     response = await score(server, texts=[text(7), text(8, 9)])
-    powers = np.exp(want)
-    np.testing.assert_allclose(found(response), powers / powers.sum(axis=1, keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(found(response), softmax(want), rtol=1e-4)
     assert (response.label_count, list(response.labels)) == (3, ["a", "b", "c"])
     failed = await refused(server, texts=[text(7)], top_k=1)
     assert failed.text == "top_k: must be 0, because model tiny has 3 labels; was 1"
@@ -102,39 +101,29 @@ async def test_a_classifier_scores_texts(serve: Serve) -> None:
     assert list(model.labels) == ["a", "b", "c"]
 
 
-async def test_pairs_that_are_too_long_are_cut_or_refused(serve: Serve) -> None:
-    server = await serve(FILES, scores=scores())
+async def test_pairs_that_are_too_long_are_cut_or_refused(shared: FakeServer) -> None:
     long = [7] * LONGEST
     want = logits_of([pair_ids(QUERY, it) for it in ([10], [7] * (LONGEST - 5))])
-    response = await score(server, **asked([[10], long], activation=pb.ACTIVATION_NONE))
+    response = await score(shared, **asked([[10], long], activation=pb.ACTIVATION_NONE))
     np.testing.assert_allclose(found(response), want, rtol=1e-5)
     assert list(response.truncated) == [1]
-    failed = await refused(server, **asked([[10], long], truncation=pb.TRUNCATION_REFUSE))
+    failed = await refused(shared, **asked([[10], long], truncation=pb.TRUNCATION_REFUSE))
     assert failed.text.startswith(
         f"documents[1]: must be at most {LONGEST} tokens (max_sequence_tokens of tiny); was 69"
     )
     pair = pb.TextPair(query=text(*QUERY), document=text(*long))
-    failed = await refused(server, pairs=[pair], truncation=pb.TRUNCATION_REFUSE)
+    failed = await refused(shared, pairs=[pair], truncation=pb.TRUNCATION_REFUSE)
     assert failed.text.startswith("pairs[0].document: must be at most")
 
 
-async def test_documents_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
-    server = await serve(FILES, scores=scores())
+async def test_documents_are_cut_to_a_number_of_tokens(shared: FakeServer) -> None:
     fields = asked([[10, 11, 12], [7]], activation=pb.ACTIVATION_NONE, max_document_tokens=2)
-    response = await score(server, **fields)
+    response = await score(shared, **fields)
     np.testing.assert_allclose(found(response), logits_of([pair_ids(QUERY, it) for it in ([10, 11], [7])]), rtol=1e-5)
     assert list(response.truncated) == [0]
     long = asked([[10, 11, *[12] * LONGEST], [7]], activation=pb.ACTIVATION_NONE, max_document_tokens=2)
-    refusing = await score(server, **long, truncation=pb.TRUNCATION_REFUSE)
+    refusing = await score(shared, **long, truncation=pb.TRUNCATION_REFUSE)
     assert (refusing.scores, list(refusing.truncated)) == (response.scores, [0])
-
-
-async def test_documents_of_a_dense_model_are_cut_to_a_number_of_tokens(serve: Serve) -> None:
-    server = await serve({}, similarity="dot")
-    response = await score(server, **asked([[10, 11, 12], [7]], max_document_tokens=4))
-    want = [[pooled(QUERY) @ pooled(it)] for it in ([10, 11], [7])]
-    np.testing.assert_allclose(found(response), want, rtol=1e-4)
-    assert list(response.truncated) == [0]
 
 
 @pytest.mark.parametrize("most", [LONGEST, LONGEST + 1])
@@ -342,10 +331,9 @@ DENSE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_requests_name_the_field(serve: Serve) -> None:
-    server = await serve(FILES, scores=scores())
+async def test_wrong_requests_name_the_field(shared: FakeServer) -> None:
     for fields, message in CROSS_ENCODER:
-        assert (await refused(server, **fields)).text.startswith(message)
+        assert (await refused(shared, **fields)).text.startswith(message)
 
 
 async def test_wrong_requests_to_a_dense_model_name_the_field(serve: Serve) -> None:
@@ -396,13 +384,6 @@ async def test_a_model_of_unknown_pooling_has_no_scores(serve: Serve) -> None:
     assert failed.text.startswith(
         "model: tiny cannot compute scores: the model is neither a cross-encoder nor a classifier"
     )
-
-
-async def test_many_documents_run_in_parts(serve: Serve) -> None:
-    server = await serve(FILES, {"max_queue_tokens": 2048}, scores=scores())
-    documents = [[3 + i % 40] * (i % 50) for i in range(2048)]
-    response = await score(server, **asked(documents, activation=pb.ACTIVATION_NONE))
-    np.testing.assert_allclose(found(response), logits_of([pair_ids(QUERY, it) for it in documents]), atol=1e-4)
 
 
 async def test_a_score_that_is_not_finite_fails_alone(serve: Serve) -> None:

@@ -4,15 +4,25 @@ import asyncio
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, fake_rows
-from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input, refusal
-from waiting import collector_off, until
+from fake_server import (
+    D_MODEL,
+    LONGEST,
+    SERVICE,
+    VOCAB_SIZE,
+    Failed,
+    FakeServer,
+    StartServer,
+    make_input,
+    refusal,
+    rows_of,
+)
+from waiting import collector_off
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField
@@ -23,15 +33,6 @@ KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTP
 TOKENS, CLS = pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_CLS
 MULTI_VECTOR, SPARSE = pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
-
-
-def rows_of(response: Any, output: int = 0) -> list[Any]:
-    """Return the hidden states or vectors of an output: one array for each sequence."""
-    tensor = response.outputs[output]
-    dtype = "<f4" if tensor.data_type == pb.DATA_TYPE_FLOAT32 else "<f2"
-    flat = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
-    assert len(flat) == sum(tensor.lengths)
-    return np.split(flat, np.cumsum(tensor.lengths)[:-1])
 
 
 def expected(*ids: int) -> Any:
@@ -233,12 +234,6 @@ async def test_an_error_of_the_options_names_no_inputs(shared: FakeServer) -> No
     assert failed.refused == []
 
 
-async def test_bytes_that_are_not_a_message(shared: FakeServer) -> None:
-    failed = await refusal(shared.call("Encode", b"\xff\xff\xff\xff"))
-    assert (failed.code, failed.reason) == (INVALID, "MALFORMED_REQUEST")
-    assert "4 bytes" in failed.text
-
-
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
@@ -280,16 +275,6 @@ async def test_a_text_that_the_tokenizer_fails_for_is_named(start_server: StartS
     assert failed.code is INVALID
     (violation,) = failed.details["google.rpc.BadRequest"].field_violations
     assert violation.field == "inputs[2].text"
-
-
-async def test_a_bad_request_does_not_disturb_others(shared: FakeServer) -> None:
-    calls = [shared.encode([i + 1] * (1 + i % 5)) if i % 3 else shared.encode([VOCAB_SIZE + i]) for i in range(30)]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for i, result in enumerate(results):
-        if i % 3:
-            np.testing.assert_array_equal(rows_of(result)[0], expected(*[i + 1] * (1 + i % 5)))
-        else:
-            assert isinstance(result, Failed)
 
 
 @pytest.mark.parametrize("method", ["Encode", "Tokenize", "ListModels", "GetModel", "Inspect", "EncodeStream"])
@@ -346,22 +331,8 @@ async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server
     assert len((await server.encode(*many[:fitting])).sequences) == fitting
 
 
-async def test_a_full_queue_gives_a_delay(start_server: StartServer) -> None:
-    server = await start_server(max_queue_tokens=40)
-    async with server.queue_of(30):
-        failed = await refusal(server.encode([3] * 11))
-        assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        delay_s = failed.details["google.rpc.RetryInfo"].retry_delay.ToTimedelta().total_seconds()
-        assert 0 < delay_s <= 5
-        assert int(failed.pushback_ms or 0) == round(delay_s * 1000)
-    assert server.sample("encserve_refused_total", reason="QUEUE_FULL") == 1
-
-
 async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: StartServer) -> None:
-    """The server refuses a call before decoding, checking and tokenizing the call.
-
-    So the refusal of a large call costs no more than the refusal of a small call.
-    """
+    """The refusal of a large call costs no more than the refusal of a small call."""
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
         await refusal(server.encode([3] * 10))  # after this refusal the queue is closed
@@ -389,54 +360,6 @@ async def test_an_unhealthy_engine_refuses_calls_before_it_reads_them(server: Fa
     assert (await refusal(server.encode([VOCAB_SIZE]))).reason == "ENGINE_UNHEALTHY"
 
 
-async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: FakeServer) -> None:
-    running = await server.start_held(server.encode([1]))
-    failed = await refusal(server.encode([2, 2, 2], timeout=0.2))
-    assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: server.queued("sequences") == 0)  # the caller may reach the deadline before the server
-    server.engine.let_go()
-    await running
-    await server.encode([4])
-    assert [3] not in server.engine.batches
-
-
-async def test_a_failing_sequence_fails_alone(start_server: StartServer) -> None:
-    server = await start_server(FakeEngine(D_MODEL, poison=666))
-    calls = [server.encode([666 if i == 5 else i + 1]) for i in range(16)]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    assert [isinstance(result, Failed) for result in results] == [i == 5 for i in range(16)]
-    failed = results[5]
-    assert isinstance(failed, Failed)
-    assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "INFERENCE_FAILED")
-    assert "666" not in failed.text
-
-
-async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def explode(*_: object) -> None:
-        raise KeyError("/secret/path")
-
-    monkeypatch.setattr("encserve_server.protocols.encserve.codec.decode_call", explode)
-    failed = await refusal(server.encode([1]))
-    assert failed.code is grpc.StatusCode.INTERNAL
-    assert "secret" not in failed.text
-    error_id = failed.text.split()[-1]
-    assert len(error_id) == 16
-    assert any(getattr(record, "error_id", "") == error_id and record.exc_info for record in caplog.records)
-
-
-async def test_large_replies_are_complete(start_server: StartServer) -> None:
-    """Large replies are complete, although the server builds them in a thread outside the event loop."""
-    server = await start_server(max_queue_tokens=10**6)
-    server.engine.d_model = D_MODEL
-    sequences = [[i + 1] * LONGEST for i in range(256)]
-    replies = await asyncio.gather(*(server.encode(*sequences, options=None) for _ in range(4)))
-    for reply in replies:
-        for got, ids in zip(rows_of(reply), sequences, strict=True):
-            np.testing.assert_array_equal(got, expected(*ids))
-
-
 async def test_other_calls_run_while_a_large_request_is_decoded() -> None:
     """The event loop runs other tasks at least once for each 32,768 token ids that it copies."""
     request = pb.EncodeRequest(inputs=[make_input([1] * 512) for _ in range(256)])
@@ -457,10 +380,7 @@ async def test_other_calls_run_while_a_large_request_is_decoded() -> None:
 
 @pytest.mark.parametrize("include_token_strings", [True, False])
 async def test_the_estimate_of_a_reply_is_never_too_low(shared: FakeServer, include_token_strings: bool) -> None:
-    """A reply has at most its estimated number of bytes.
-
-    The requests use the longest tokens of the vocabulary, and ask for eight outputs at once.
-    """
+    """The requests use the longest tokens of the vocabulary, and ask for eight outputs at once."""
     specs = [pb.OutputSpec(kind=kind, l2_normalize=norm) for kind in KINDS for norm in (False, True)]
     options = pb.EncodeOptions(outputs=specs, include_token_strings=include_token_strings, truncation=pb.TRUNCATION_END)
     model = shared.app.catalog.resolve("", "")
@@ -482,13 +402,3 @@ async def test_a_reply_larger_than_its_estimate_is_refused(
     monkeypatch.setattr("encserve_server.models.reply_size.ReplySize.check", lambda *_, **__: 0)
     failed = await refusal(server.encode(*[[1] * LONGEST] * 4000))
     assert failed.reason == "RESPONSE_TOO_LARGE"
-
-
-async def test_special_tokens_of_texts_are_known_without_the_manifest(start_server: StartServer) -> None:
-    """For texts, the tokenizer marks the special tokens. For token ids, the manifest must list the special tokens."""
-    server = await start_server()
-    model = server.app.catalog.resolve("", "")
-    model._planner._bundle = replace(model.bundle, special_token_ids=())
-    options = pb.EncodeOptions(exclude_special_tokens=True)
-    assert list((await server.encode("hello world", options=options)).outputs[0].lengths) == [2]
-    assert (await refusal(server.encode([1, 2], options=options))).text.startswith("options.exclude_special_tokens")

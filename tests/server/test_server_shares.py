@@ -180,7 +180,7 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
     while queue.sequences:
         interactive, bulk = queue.cost_of(Priority.INTERACTIVE), queue.cost_of(Priority.BULK)
         kinds = {it.ticket.priority for it in take(queue)}
-        assert len(kinds) == 1, "a batch of both"
+        assert len(kinds) == 1, "a batch has interactive and bulk sequences"
         if kinds == {Priority.BULK}:
             assert not interactive or passed_over == BULK_TURN - 1
             passed_over = 0

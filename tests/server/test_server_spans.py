@@ -3,10 +3,9 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from fake_engine import fake_rows
-from fake_server import D_MODEL, LONGEST, Failed, FakeServer, StartServer, make_input
+from fake_server import D_MODEL, LONGEST, Failed, FakeServer, StartServer, make_input, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from output_models import POOL
@@ -35,12 +34,6 @@ def with_spans(it: Any, ranges: Ranges, unit: Any = 0) -> pb.Input:
 async def encode(server: FakeServer, *inputs: pb.Input, **options: Any) -> pb.EncodeResponse:
     request = pb.EncodeRequest(inputs=inputs, options=pb.EncodeOptions(**{"outputs": [SPANS]} | options))
     return pb.EncodeResponse.FromString(await server.call("Encode", request))
-
-
-def rows_of(tensor: pb.RaggedTensor) -> list[npt.NDArray[np.float32]]:
-    """Return a (spans, width) array for each input."""
-    rows = np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
-    return np.split(rows, np.cumsum(tensor.lengths)[:-1])
 
 
 @st.composite
@@ -158,15 +151,15 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
         [tokens[0], tokens.mean(axis=0)],
         np.empty((0, D_MODEL)),
     ]
-    for rows, want in zip(rows_of(tensor), expected, strict=True):
+    for rows, want in zip(rows_of(response), expected, strict=True):
         np.testing.assert_allclose(rows, want, rtol=1e-6)
     assert [list(it.span_token_counts) for it in response.sequences] == [[1, 2, 0, 2, 0], [3, 1], [1, 4], []]
 
 
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
-    """If truncation removes all tokens of a range, the range gets a vector of zeros.
+    """Positions count tokens before truncation.
 
-    Positions count tokens before truncation. So truncation does not change the position of the last special token.
+    So truncation does not change the position of the last special token.
     """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]
@@ -178,7 +171,7 @@ async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
         truncation=pb.TRUNCATION_END,
     )
     assert [list(it.span_token_counts) for it in response.sequences] == [[1, 1, 0, 1], [1, 0], [1, 0]]
-    rows = rows_of(response.outputs[0])
+    rows = rows_of(response)
     ids = np.array([1, *[4] * 30, 2])
     np.testing.assert_array_equal(rows[0][[0, 3]], fake_rows(ids, D_MODEL)[[0, LONGEST - 1]])
     assert not rows[0][2].any()
@@ -196,13 +189,12 @@ async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) 
     response = await encode(shared, with_spans([5, 6, 9], [(1, 3)]), outputs=[plain, unit, pb.OutputSpec()])
     rows = fake_rows(np.array([5, 6, 9]), D_MODEL)
     expected = POOL[pooling](rows[1:3].astype(np.float64))
-    np.testing.assert_allclose(rows_of(response.outputs[0])[0][0], expected, rtol=1e-6)
-    np.testing.assert_allclose(
-        rows_of(response.outputs[1])[0][0], expected[:2] / np.linalg.norm(expected[:2]), rtol=1e-6
-    )
+    np.testing.assert_allclose(rows_of(response)[0][0], expected, rtol=1e-6)
+    np.testing.assert_allclose(rows_of(response, 1)[0][0], expected[:2] / np.linalg.norm(expected[:2]), rtol=1e-6)
     assert response.outputs[1].l2_normalized
     options: dict[str, Any] = {"outputs": [plain], "data_type": pb.DATA_TYPE_BINARY}
     binary = (await encode(shared, with_spans([5, 6, 9], [(1, 3), (0, 0)]), **options)).outputs[0]
+    assert (binary.data_type, binary.width) == (pb.DATA_TYPE_BINARY, D_MODEL)
     assert (binary.data, list(binary.lengths)) == (b"\xf0\x00", [2])
 
 
@@ -211,15 +203,15 @@ async def test_a_range_of_the_text_has_no_words_of_the_prompt(start_server: Star
     response = await encode(server, with_spans("hello", [(0, 5)]), with_spans("hello", [(1, 3)], TOKENS))
     assert [list(it.span_token_counts) for it in response.sequences] == [[1], [2]]
     rows = fake_rows(np.array([1, 5, 6, 4, 2]), D_MODEL)
-    np.testing.assert_allclose(rows_of(response.outputs[0])[0][0], rows[3])
-    np.testing.assert_allclose(rows_of(response.outputs[0])[1][0], rows[1:3].mean(axis=0))
+    np.testing.assert_allclose(rows_of(response)[0][0], rows[3])
+    np.testing.assert_allclose(rows_of(response)[1][0], rows[1:3].mean(axis=0))
 
 
 async def test_vectors_can_have_ranges(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True)
     vectors = np.ones((3, D_MODEL), np.float32)
     response = await encode(server, with_spans(vectors, [(0, 2)]))
-    np.testing.assert_allclose(rows_of(response.outputs[0])[0][0], fake_rows(vectors, D_MODEL)[:2].mean(axis=0))
+    np.testing.assert_allclose(rows_of(response)[0][0], fake_rows(vectors, D_MODEL)[:2].mean(axis=0))
 
 
 def second_input(ranges: Ranges, unit: Any = 0, it: Any = "hello é") -> list[pb.Input]:

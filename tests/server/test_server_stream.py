@@ -11,7 +11,6 @@ from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_
 from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.protocols.encserve import codec
 
 
 class Stream:
@@ -59,16 +58,6 @@ async def test_answers_are_matched_by_the_callers_id(shared: FakeServer) -> None
     assert all(right(answers[f"r{i}"], i, i + 1) for i in range(200))
 
 
-async def test_a_slow_request_does_not_delay_a_quick_one(server: FakeServer) -> None:
-    server.engine.hold()
-    stream = Stream(server)
-    await stream.send("slow", 1)
-    await stream.send("bad", -1)
-    assert (await stream.receive()).request_id == "bad"
-    server.engine.let_go()
-    assert (await stream.receive()).request_id == "slow"
-
-
 async def test_an_error_ends_one_request_only(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666))
     stream = Stream(server)
@@ -85,6 +74,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
     assert bad.message.startswith("inputs[0].token_ids.ids[1]: ")
     assert len(bad.details) == 2
     assert answers["poison"].error.reason == "INFERENCE_FAILED"
+    assert "666" not in answers["poison"].error.message
     assert answers[""].error.message.startswith("request_id: ")
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
 
@@ -113,21 +103,6 @@ async def test_the_number_of_requests_read_ahead_is_limited(start_server: StartS
         assert server.queued("sequences") <= 4
     server.engine.let_go()
     assert len(await stream.replies()) == 50
-
-
-async def test_a_disconnected_caller_leaves_no_requests(server: FakeServer) -> None:
-    server.engine.hold()
-    stream = Stream(server)
-    await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # the next requests cannot be in this batch
-    for i in range(9):
-        await stream.send(str(i), 1)
-    await until(lambda: server.queued("sequences") == 9)
-    stream.call.cancel()
-    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
-    await until(lambda: server.queued("sequences") == 0)
-    server.engine.let_go()
-    await server.encode([1])
 
 
 async def test_draining_answers_what_was_read_and_then_ends_the_stream(server: FakeServer) -> None:
@@ -160,20 +135,3 @@ async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> 
     assert await stream.call.read() is grpc.aio.EOF
     assert await stream.call.code() is grpc.StatusCode.OK
     await stopping
-
-
-async def test_a_failed_reply_is_an_error_of_its_request(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = codec.encode_reply
-
-    def build(model: Any, call: Any, stream_request_id: Any, reply: Any) -> bytes:
-        if len(reply.sequences[0].input) == 3:
-            raise MemoryError("no room")
-        return real(model, call, stream_request_id, reply)
-
-    monkeypatch.setattr(codec, "encode_reply", build)
-    stream = Stream(server)
-    await stream.send("bad", 1, 2, 3)
-    await stream.send("good", 4)
-    answers = await stream.replies()
-    assert answers["bad"].error.reason == "INTERNAL"
-    assert right(answers["good"], 4)

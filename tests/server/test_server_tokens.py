@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_server import LONGEST, Failed, FakeServer, StartServer, make_input
+from fake_server import LONGEST, Failed, FakeServer, StartServer
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
@@ -143,40 +142,3 @@ async def test_offsets_can_be_counted_in_bytes(shared: FakeServer) -> None:
 @given(st.text())
 def test_utf8_offsets_count_the_bytes_before_each_code_point(text: str) -> None:
     assert utf8_offsets(text).tolist() == [len(text[:i].encode()) for i in range(len(text) + 1)]
-
-
-@pytest.mark.parametrize("dimensions", [0, 3])
-async def test_binary_vectors(shared: FakeServer, dimensions: int) -> None:
-    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, dimensions=dimensions), pb.OutputSpec(kind=pb.OUTPUT_KIND_CLS)]
-    options = pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_BINARY)
-    response = await shared.encode([0], [5, 6], options=options)
-    for tensor, width in zip(response.outputs, (dimensions or 4, 4), strict=True):
-        assert (tensor.data_type, tensor.width, list(tensor.lengths)) == (pb.DATA_TYPE_BINARY, width, [1, 1])
-        bits = np.unpackbits(np.frombuffer(tensor.data, np.uint8).reshape(2, -1), axis=1)
-        assert bits.shape == (2, 8)
-        assert bits[1].tolist() == [1] * width + [0] * (8 - width)
-
-
-@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
-async def test_rows_of_tokens_are_never_binary_or_int8(shared: FakeServer, data_type: pb.DataType) -> None:
-    problem = (
-        f"options.data_type: {pb.DataType.Name(data_type)} is not available for OUTPUT_KIND_TOKENS, see options.outputs"
-    )
-    for outputs, index in (([], 0), ([MEAN, pb.OutputSpec()], 1)):
-        options = pb.EncodeOptions(outputs=outputs, data_type=data_type)
-        with pytest.raises(Failed, match=rf"{problem}\[{index}\]"):
-            await shared.encode([1], options=options)
-
-
-@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
-async def test_inputs_and_inspections_are_never_binary_or_int8(
-    start_server: StartServer, data_type: pb.DataType
-) -> None:
-    problem = f"data_type: {pb.DataType.Name(data_type)} is only for outputs of Encode"
-    server = await start_server(takes_vectors=True)
-    vectors = make_input(np.ones((1, 4), np.float32))
-    with pytest.raises(Failed, match=problem):
-        await server.inspect(pb.InspectRequest(input=vectors, data_type=data_type))
-    vectors.embeddings.data_type = data_type
-    with pytest.raises(Failed, match=r"inputs\[0\].embeddings." + problem):
-        await server.call("Encode", pb.EncodeRequest(inputs=[vectors]))

@@ -40,7 +40,7 @@ class Device:
     has_wide_session = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Set the function that returns the seconds of a run. Arguments: padded tokens, number of the run from 1."""
+        """Set the function that returns the seconds of a run from the padded tokens and the run's number (1, 2, …)."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0

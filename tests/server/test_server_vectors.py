@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_engine import fake_rows
-from fake_server import D_MODEL, FakeServer, StartServer, make_input, refusal
+from fake_server import D_MODEL, FakeServer, StartServer, make_input, refusal, rows_of
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -29,9 +29,8 @@ def embeddings(**fields: Any) -> pb.EncodeRequest:
 async def test_each_sequence_gets_its_own_rows(shared: FakeServer, dtype: Any) -> None:
     sent = [vectors(5, dtype=dtype), vectors(7, 8, 9, dtype=dtype)]
     response = await shared.encode(*sent)
-    rows = np.frombuffer(response.outputs[0].data, "<f4").reshape(-1, D_MODEL)
-    assert list(response.outputs[0].lengths) == [1, 3]
-    np.testing.assert_array_equal(rows, np.concatenate([fake_rows(it.astype(np.float32), D_MODEL) for it in sent]))
+    for rows, it in zip(rows_of(response), sent, strict=True):
+        np.testing.assert_array_equal(rows, fake_rows(it.astype(np.float32), D_MODEL))
     assert [(info.token_count, list(info.token_ids)) for info in response.sequences] == [(1, []), (3, [])]
 
 
@@ -57,6 +56,14 @@ BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that
         "4 x 4 bytes; was 24",
     ),
     (embeddings(width=4, data=bytes(16), data_type=5), "inputs[0].embeddings.data_type", "0 to 4; was 5"),
+    *(
+        (
+            embeddings(width=4, data=bytes(16), data_type=it),
+            "inputs[0].embeddings.data_type",
+            f"{it} is only for output",
+        )
+        for it in ("DATA_TYPE_BINARY", "DATA_TYPE_INT8")
+    ),
     (
         pb.EncodeRequest(inputs=[make_input(vectors(1)), make_input(vectors(*range(33)))]),
         "inputs[1].embeddings",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def change_config(directory: Path, **settings: Any) -> None:
     """Set fields in the config.json of a model's directory."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def add_onnx_file(directory: Path, bundle: Path) -> None:
+    """Copy the graph of a bundle and its weights into a model's directory, as onnx/model.onnx."""
+    (directory / "onnx").mkdir()
+    for file in bundle.glob("model.onnx*"):
+        shutil.copy(file, directory / "onnx")
 
 
 def rows_of(model: Any, ids: list[int]) -> npt.NDArray[np.float32]:

@@ -1,9 +1,14 @@
-"""Runs the command `encserve` in the test's process."""
+"""Runs the command `encserve` in the test's process, and reads the output of its jobs."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from click.testing import CliRunner, Result
 from fake_encoder import FakeEncoder
 
@@ -16,6 +21,16 @@ TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TER
 def inputs(*files: object) -> list[str]:
     """Return the arguments of `encserve` for some files of inputs."""
     return [argument for file in files for argument in ("--input", str(file))]
+
+
+def table_of(folder: Path) -> pyarrow.Table:
+    """Return the rows of all output files of a job as one table. The files are sorted by name."""
+    return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in sorted(folder.glob("part-*.parquet"))])
+
+
+def rejected_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the rows that a job has rejected, in the order of the rows."""
+    return [json.loads(line) for path in sorted(folder.glob("_rejected/*")) for line in path.read_text().splitlines()]
 
 
 async def encserve(

@@ -1,5 +1,6 @@
 """Reads the files of deploy/, renders the Helm chart, and finds the server's settings in containers."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from render_manifests import render
 
 from encserve_server.__main__ import main
 from encserve_server.options import read_settings
+from encserve_server.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -61,6 +64,15 @@ def environment_of(service: Any) -> dict[str, str]:
         for name, value in service.get("environment", {}).items()
         if name.startswith("ENCSERVE_")
     }
+
+
+def stop_seconds(settings: dict[str, Any]) -> float:
+    """Return the longest time that a server with these settings needs to stop, in seconds.
+
+    The last 5 s are for closing the models.
+    """
+    given = DEFAULTS | settings
+    return float(given["drain_delay_seconds"]) + float(given["grace_seconds"]) + 5.0
 
 
 def mounts(service: Any) -> Iterator[tuple[str, str, bool]]:

@@ -16,13 +16,11 @@ class DnsServer:
 
     Attributes:
         addresses: The addresses for the next answers.
-        n_answered: The number of answers to questions for A records.
         port: The UDP port on 127.0.0.1.
     """
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: tuple[str, ...] = addresses
-        self.n_answered = 0
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
@@ -51,7 +49,6 @@ class DnsServer:
         end = query.index(b"\0", 12) + 1  # the position after the question's name
         (kind,) = struct.unpack_from(">H", query, end)
         found = self.addresses if kind == _TYPE_A else ()
-        self.n_answered += kind == _TYPE_A
         header = query[:2] + struct.pack(">HHHHH", _RESPONSE | _NO_ERROR, 1, len(found), 0, 0)
         records = [
             # Each record: a pointer to the question's name, the time to live (0), and an address of four bytes.

@@ -92,7 +92,7 @@ def running(
             kill(process)
 
 
-def kill(process: "subprocess.Popen[str]") -> None:
+def kill(process: "subprocess.Popen[Any]") -> None:
     """If a process still runs, kill the process and all child processes with SIGKILL."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -116,11 +116,6 @@ def said(errors: str) -> list[str]:
 def part_names(folder: Path) -> list[str]:
     """Return the names of the job's finished output files, sorted."""
     return sorted(it.name for it in folder.glob("part-*.parquet"))
-
-
-def output_of(folder: Path) -> Any:
-    """Read all output files in order, and return one `pyarrow.Table`."""
-    return pa.concat_tables([parquet.read_table(folder / name) for name in part_names(folder)])
 
 
 def digests(folder: Path) -> dict[str, str]:

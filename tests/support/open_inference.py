@@ -1,6 +1,7 @@
 """Requests and replies of the Open Inference Protocol, for tests of a `FakeServer`."""
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 from fake_engine import fake_rows
-from fake_server import D_MODEL, INFER_SERVICE, FakeServer
+from fake_server import D_MODEL, INFER_SERVICE, VOCAB_SIZE, FakeServer
 
 from encserve_server.protocols.open_inference.triton import grpc_service_pb2 as pb
 
@@ -57,6 +58,26 @@ def infer_request(
         field = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}[type(value)]
         setattr(request.parameters[name], field, value)
     return request
+
+
+def wild_inputs(rng: random.Random) -> dict[str, Any]:
+    """Return random arrays with their names. Some ids, masks and combinations are invalid, such as text with ids."""
+    rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
+    words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
+    inputs: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        its = text_tensor(*(rng.choice(words) for _ in range(rows)))
+        inputs["text"] = its.reshape(-1, 1) if rng.random() < 0.3 else its
+    if rng.random() < 0.2 or not inputs:
+        of_int = rng.choice(["<i4", "<i8"])
+        ids = [rng.randrange(-1, VOCAB_SIZE + 5) for _ in range(rows * columns)]
+        inputs["input_ids"] = np.array(ids, of_int).reshape(rows, columns)
+        if rng.random() < 0.5:
+            lengths = np.array([rng.randint(0, columns) for _ in range(rows)], int)
+            inputs["attention_mask"] = (np.arange(columns) < lengths[:, None]).astype("<i8").reshape(rows, columns)
+        if rng.random() < 0.2:
+            inputs["token_type_ids"] = np.full((rows, columns), rng.random() < 0.1, of_int)
+    return inputs
 
 
 def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:

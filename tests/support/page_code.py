@@ -1,7 +1,8 @@
 """Runs the code of a page of the docs as a reader would: all blocks in order, in one folder and one Python session.
 
 A block in `bash` has commands, and a block in `python` is a program. If a block in `text` follows a program directly,
-the program must print this text. Servers that the commands start are stopped as soon as they answer, or at the end.
+the program must print this text. A server from `encserve serve` runs until the end of the page. `encserve-server` and
+Prometheus are stopped when they first answer.
 """
 
 import ast
@@ -29,7 +30,7 @@ from serve_command import Serve, clean_environment, encserve_serve
 DOCS = Path(__file__).parent.parent.parent / "docs"
 _BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
 _ADDRESS = "localhost:50051"
-# Programs that run until they are stopped → the path of their HTTP port that answers when they are ready.
+# For each program that runs until it is stopped: an HTTP path that answers when the program is ready.
 _READY = {"encserve-server": "/health", "prometheus": "/-/ready"}
 _SERVER_VARIABLES = {"ENCSERVE_GRPC_PORT": "0", "ENCSERVE_METRICS_PORT": "0", "ENCSERVE_TUNE_BATCHES": "false"}
 _POLL_SECONDS, _START_SECONDS = 0.1, 120.0
@@ -42,7 +43,7 @@ class Block:
     Attributes:
         language: "bash" or "python".
         code: The code.
-        output: The expected output; "" if the page has none. Only programs are compared with it.
+        output: The expected output of a program. Empty if the page shows no output.
     """
 
     language: str
@@ -56,7 +57,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command: our programs are on the path. `variables` come last."""
+    """Return the environment of a command, with our programs on the path. `variables` override other variables."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return clean_environment({"PATH": path, **variables})
 
@@ -110,7 +111,7 @@ class Reader:
     """
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, target: str = "") -> None:
-        """`folder` is the current folder. `target` is a running server, for a page that starts none."""
+        """`folder` is the current folder. If the page starts no server, `target` is a running server."""
         self.names: dict[str, Any] = {}
         self._folder = folder
         self._stack = stack
@@ -145,7 +146,7 @@ class Reader:
         run_commands(self._folder, "\n".join(lines), ENCSERVE_TARGET=self.target)
 
     def _serve(self, *arguments: str) -> None:
-        """Start a server. It takes the place of an earlier server."""
+        """Start a server. If the page has already started a server, stop that server first."""
         if self._server is not None:
             assert self._server.stop() == 0
         flags = ("--grpc-port", self.target.rpartition(":")[2])
@@ -166,7 +167,7 @@ class Reader:
 
 @contextlib.contextmanager
 def reader(folder: Path, target: str = "") -> Iterator[Reader]:
-    """Yield a reader in a folder, which is the current folder meanwhile. At the end, stop the server of the page."""
+    """Yield a reader. `folder` is the current folder until the end of the block. Then stop the server of the page."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield Reader(folder, stack, target)

@@ -5,7 +5,6 @@ A backend opens an encoder. Ray actors import the fake backend, which needs no m
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +29,8 @@ class FakeEncoder:
     Calls run one after another, and each call takes a fixed time.
     """
 
-    def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._together = together
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
@@ -41,10 +39,6 @@ class FakeEncoder:
         if DEADLY in values:
             os._exit(1)
         with self._lock:
-            if self._together is not None:
-                while len(list(self._together[0].iterdir())) < self._together[1]:
-                    time.sleep(0.02)
-                self._together = None
             if self._stopping.wait(self._seconds):
                 raise Stopped
         rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
@@ -67,23 +61,18 @@ class FakeBackend:
 
     Attributes:
         seconds: The duration of each call of encode.
-        together: A folder and a number of processes. Each process that opens the backend creates a file in the folder.
-            The first call of encode waits until the folder has a file from each process.
         fingerprint_of: A folder with a file "fingerprint". The file contains the model's fingerprint.
     """
 
     seconds: float = 0.0
-    together: tuple[Path, int] | None = None
     fingerprint_of: Path | None = None
 
     def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
         """See `Backend`."""
-        if self.together is not None:
-            (self.together[0] / str(os.getpid())).touch()
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
-        return LocalWorker(replace(make, kind=make.kind or "model"), facts, FakeEncoder(self.seconds, self.together))
+        return LocalWorker(replace(make, kind=make.kind or "model"), facts, FakeEncoder(self.seconds))
 
 
 class SmallCluster:

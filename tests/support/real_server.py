@@ -8,12 +8,15 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import PATIENCE_SECONDS
 
 COMMAND = Path(sys.executable).parent / "encserve-server"
 
@@ -126,3 +129,30 @@ def real_server(
                     process.wait(timeout=60)
                 except subprocess.TimeoutExpired:
                     process.kill()
+
+
+@contextlib.contextmanager
+def killed_server(model_repository: Path, is_time: Callable[[RealServer], bool], *flags: str) -> Iterator[str]:
+    """Run a server, and yield its address. When `is_time` is true, kill the server, and start it again.
+
+    At the end of the block, check that the second server has encoded something.
+    """
+    flags = ("--grpc-port", str(free_port()), *flags)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(real_server(model_repository, *flags))]
+
+        def restart() -> None:
+            ends = time.monotonic() + PATIENCE_SECONDS
+            while not is_time(servers[0]) and time.monotonic() < ends:
+                time.sleep(0.01)
+            servers[0].process.kill()
+            servers[0].wait()
+            servers.append(stack.enter_context(real_server(model_repository, *flags)))
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        try:
+            yield servers[0].target
+        finally:
+            thread.join()
+        assert servers[1].metric("encserve_tokens_total") > 0, "everything was encoded before the restart"

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float32]
 Pair = tuple[str, str]
 Layout = Literal["plain", "5", "6"]
 D_MODEL, LONGEST = 32, 64
-LONGEST_BYTES = 256  # for decoders, whose tokenizer has a token for each byte, and whose template has 100 bytes
+LONGEST_BYTES = 256  # the limit of decoders: each byte is a token, and the template alone has 100 bytes
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 _QUERIES = ("", "how warm is the sill?", "Grüße aus Köln, 東京 и Москва 🌍", 20 * _SENTENCE)
@@ -45,7 +45,7 @@ PAIRS: tuple[Pair, ...] = (
 )
 TEXTS = (*filter(None, _DOCUMENTS), 20 * _SENTENCE)
 
-# A template of two roles, as rerankers with a language model have.
+# A chat template with the roles "query" and "document". Rerankers that are language models have such templates.
 PAIR_TEMPLATE = (
     "<|im_start|>system\n"
     "{{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('Judge.') }}"
@@ -219,18 +219,19 @@ MODELS = {
 }  # fmt: skip
 
 
-def library_scores(directory: Path, inputs: list[Any], prompt: str | None = None, *, raw: bool = True) -> Array:
-    """Return the scores of sentence-transformers, (inputs, labels). Each pair or text runs alone.
+def library_scores(directory: Path, inputs: list[Any], prompt_name: str | None = None, *, raw: bool = True) -> Array:
+    """Return the scores of sentence-transformers, in the shape (inputs, labels). Each pair or text runs alone.
 
-    `raw` is whether to return logits.
+    `prompt_name` is "" for no prompt, and None for the default prompt. If `raw` is true, the scores are logits.
     """
     from sentence_transformers import CrossEncoder
 
     model = CrossEncoder(str(directory), device="cpu", model_kwargs={"dtype": torch.float32})
-    activation = {"activation_fn": nn.Identity()} if raw else {}
-    # `predict` would take a list with one text for a pair.
+    options: dict[str, Any] = {"activation_fn": nn.Identity()} if raw else {}
+    options |= {"prompt_name": prompt_name} if prompt_name else {"prompt": prompt_name}
+    # `predict` reads a list of texts as a pair, even if the list has only one text.
     given = [it if isinstance(it, str) else [it] for it in inputs]
-    rows = [model.predict(it, prompt=prompt, show_progress_bar=False, **activation) for it in given]
+    rows = [model.predict(it, show_progress_bar=False, **options) for it in given]
     return np.array([np.ravel(it) for it in rows], np.float32)
 
 

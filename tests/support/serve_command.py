@@ -52,7 +52,7 @@ class Serve:
         limit: Callable[[], None] | None,
         command: tuple[str, ...],
     ):
-        """Start the command with a log, not a terminal."""
+        """Start the command. The output goes to pipes, not to a terminal."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         flags = ["--grpc-port", "0", "--metrics-port", "0", "--http-port", port, "--no-tune-batches"]
@@ -77,7 +77,7 @@ class Serve:
             reader.start()
 
     def _watch(self) -> None:
-        """Keep the replies of /health. Each export is much slower than the interval."""
+        """Request /health at an interval, and collect the replies. Every export takes much longer than the interval."""
         while self.process.poll() is None:
             if (body := self.health()[1]) not in self.seen[-1:]:
                 self.seen.append(body)
@@ -89,7 +89,7 @@ class Serve:
             lines.append(line.rstrip("\n"))  # noqa: PERF401 - the test reads the list meanwhile
 
     def health(self) -> tuple[int, str]:
-        """Return the status and the body of /health; 0 and no body if the port is closed."""
+        """Return the status and the body of /health. If the port is closed, return 0 and an empty body."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
                 return reply.status, reply.read().decode()
@@ -107,7 +107,7 @@ class Serve:
         await self._until(lambda: "Try it:" in self.out[:-1])
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition is true. An export may take minutes on a busy machine, so pytest's timeout ends it."""
+        """Wait until a condition is true. Only pytest's timeout ends the wait, because an export may take minutes."""
         while not condition():
             assert self.process.poll() is None, "\n".join([*self.out, *self.err])
             await asyncio.sleep(_POLL_SECONDS)
@@ -134,7 +134,7 @@ class Serve:
         return status
 
     def error(self) -> str:
-        """Wait for a failed start, and return its line."""
+        """Wait until the start has failed, and return the text of the error."""
         assert self.wait() != 0
         (line,) = (it for it in self.err if "cannot start: " in it or it.startswith("Error: "))
         assert not any("Traceback" in it for it in self.err)

@@ -11,11 +11,6 @@ from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import TokenSequence
 
 
-def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
-    """Return a sequence with these token ids. The cost is the number of tokens plus `extra_cost`."""
-    return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
-
-
 def ticket_of(
     lengths: Sequence[int],
     *,
@@ -24,8 +19,11 @@ def ticket_of(
     caller: Caller = ANYONE,
     priority: Priority = Priority.INTERACTIVE,
 ) -> Ticket:
-    """Return the ticket of a call with sequences of these lengths. `ticket.done.cancel()` cancels the call."""
-    sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
+    """Return the ticket of a call with sequences of these lengths. `ticket.done.cancel()` cancels the call.
+
+    The cost of a sequence is its length plus `extra_cost`.
+    """
+    sequences = [TokenSequence(np.ones(it, np.int64), it, cost=it + extra_cost) for it in lengths]
     done: Future[None] = Future()
     ticket = Ticket(
         sequences,

@@ -18,7 +18,6 @@ from tiny_bundle import D_MODEL, VOCAB_SIZE, expected_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
-from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.models.turns import FairThreadPool
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
@@ -58,22 +57,6 @@ def words(*, special: bool = True) -> Tokenizer:
 def text(*ids: int) -> str:
     """Return a text with one word for each of these ids."""
     return " ".join(f"w{it}" for it in ids)
-
-
-def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """Return the vectors and the indices of each sequence.
-
-    Vectors have the shape (n, width). Indices have the shape (n,), or are None if the tensor has no indices.
-    """
-    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
-    rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
-    assert len(rows) == sum(tensor.lengths)
-    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None
-    ends = np.cumsum(tensor.lengths)
-    return [
-        (rows[end - count : end], None if indices is None else indices[end - count : end])
-        for end, count in zip(ends, tensor.lengths, strict=True)
-    ]
 
 
 def weights(width: int, seed: int = 1) -> Array:
@@ -220,6 +203,12 @@ def logits_of(sequences: list[list[int]], labels: int = 1) -> Any:
 def sigmoid(logits: Any) -> Any:
     """Return the logistic function of logits."""
     return 1 / (1 + np.exp(-logits))
+
+
+def softmax(logits: Any) -> Any:
+    """Return the softmax of each row of logits, (n, labels)."""
+    powers = np.exp(logits)
+    return powers / powers.sum(axis=1, keepdims=True)
 
 
 def scores(**changes: Any) -> manifest_pb2.Scores:

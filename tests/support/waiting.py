@@ -1,4 +1,7 @@
-"""Waits until a condition is true, and turns the cycle collector off for tests of what is freed without it."""
+"""Waits until a condition is true. Turns Python's cycle collector off.
+
+Without the collector, a test can find objects that stay in memory because they are in a reference cycle.
+"""
 
 import asyncio
 import gc
@@ -21,7 +24,10 @@ async def until(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Collect all garbage, and turn the cycle collector off for the block. Then only objects in a cycle stay."""
+    """Collect all garbage, and turn the cycle collector off for the block.
+
+    During the block, unused objects stay in memory only if they are in a reference cycle.
+    """
     gc.collect()
     gc.disable()
     try:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from checkpoints import MODEL, minilm_directory
 from exporting import export_once
 from retrieval_models import DIRECTORIES as LATE_DIRECTORIES
@@ -299,13 +298,3 @@ def assert_same(kind: Kind, got: Sequence[Array], want: Sequence[Array], where: 
             continue
         distance, length = (np.linalg.norm(it.astype(np.float64), axis=-1) for it in (ours - theirs, theirs))
         assert (distance <= TOLERANCE * np.where(length > 0, length, 1)).all(), f"{where}, text {i}"
-
-
-def least_cosine_of(got: Sequence[Array], want: Sequence[Array]) -> float:
-    """Return the lowest cosine similarity between our vectors and the expected vectors.
-
-    Expected vectors of length 0 are left out.
-    """
-    ours, theirs = (torch.from_numpy(np.concatenate(its)).double() for its in (got, want))
-    kept = theirs.norm(dim=-1) > 0
-    return float(torch.nn.functional.cosine_similarity(ours[kept], theirs[kept]).min())

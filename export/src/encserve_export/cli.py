@@ -266,7 +266,7 @@ def checkpoint(
     type=_FILE,
     required=True,
     help="A JSON file with the settings of the module that the weights do not show, such as the activation. The "
-    "settings are part of the space_id.",
+    "space_id depends on these settings.",
 )
 @_tokenizer_option
 @_input_option

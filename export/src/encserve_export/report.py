@@ -28,7 +28,7 @@ _SPARSE_POOLINGS = {
 
 
 def show(exported: Exported, console: Console) -> None:
-    """Print the parameters by part, then one fact per line, such as sizes, errors and the bundle's folder."""
+    """Print a table with the parameters of each part. Then print one fact per line, such as the bundle's folder."""
     console.print(_parameters(exported.manifest))
     console.print()
     for name, value in _facts(exported):
@@ -133,10 +133,10 @@ def _parity(parity: manifest_pb2.Parity) -> str:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     if not parity.tolerance:
         return "not compared with PyTorch: the model came as ONNX"
-    errors = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}, from PyTorch in"
+    errors = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}, compared with PyTorch in"
     if not parity.float32_error:
         return f"{errors} float32: the model does not run in float64"
-    text = f"{errors} float64; PyTorch's own float32 {parity.float32_error:.1e}"
+    text = f"{errors} float64; PyTorch's own float32 error {parity.float32_error:.1e}"
     if parity.float32_error > _LARGE_FLOAT32_ERROR:
         text += (
             f". float32 is off by more than {_LARGE_FLOAT32_ERROR:.0e} for this model: vectors that other CPUs or "

@@ -148,7 +148,7 @@ class Output:
             raise InvalidInputError(f"must be >= 1; was {self.pool_factor}", field="pool_factor")
         for name, kind in _KIND_OF_ARGUMENT.items():
             if getattr(self, name) is not None and self.kind != kind:
-                raise InvalidInputError(f"must be left out, because it is only for kind={kind!r}", field=name)
+                raise InvalidInputError(f"must be left out, because it is only for the kind {kind!r}", field=name)
 
     @property
     def is_pooled(self) -> bool:
@@ -269,7 +269,7 @@ def embed_output(
         return Output(pooling, l2_normalize, dimensions, max_active_dims, pool_factor)
     if pooling != "model":
         raise InvalidInputError(
-            f"must be left out with kind={kind!r}, because pooling makes single vectors; was {pooling!r}",
+            f"must be left out with the kind {kind!r}, because pooling makes single vectors; was {pooling!r}",
             field="pooling",
         )
     return Output(kind, l2_normalize, dimensions, max_active_dims, pool_factor)

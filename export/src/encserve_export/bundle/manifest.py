@@ -28,7 +28,7 @@ _TOOLS = ("onnx", "onnxruntime", "tokenizers", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The origin of a model, its tokenizer and pooling, and the comparisons that its bundle must pass.
+    """The origin, the tokenizer and the pooling of a model, and the comparisons that the bundle must pass.
 
     Attributes:
         kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" for `export_module`.

@@ -11,8 +11,9 @@ determines the vectors. The hash is computed from the model's own files:
 - the manifest's settings for pooling, prompts, tasks and lengths,
 - the precision, if it is int8, because quantized weights are different weights.
 
-The id does not depend on the exporter's version, the export route, the names of ONNX nodes and values, or the number of
-weight files. The export route is the way in which `hf` exports a model: with transformers, or from the ONNX file.
+The id does not depend on the exporter's version or on the export route. The export route is the way in which `hf`
+exports a model: with transformers, or from the ONNX file. The id also does not depend on the names of ONNX nodes and
+values, or on the number of weight files.
 
 Models with equal vectors can have different ids. Each setting that the exporter does not know changes the id, even
 without an effect on vectors. docs/reference/space-id.md defines version s3 of the id. Vector indexes store ids, so a

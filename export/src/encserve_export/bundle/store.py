@@ -63,8 +63,8 @@ def check_target(model_repository: Path, name: str, version: str, *, overwrite: 
 def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
     """Create an empty draft folder for a bundle, and rename the folder to <name>/<version>/ after the `with` block.
 
-    If an exception is raised, the draft folder is removed instead, and also the parent folders that were created for
-    it. An existing version then does not change.
+    If the block raises an exception, the draft folder is removed instead. Parent folders that were created for the
+    draft folder are removed too. An existing version then does not change.
 
     Raises:
         BundleNameError: The name or the version cannot be the name of a folder.

@@ -48,8 +48,8 @@ class Comparison:
     Attributes:
         error: The largest ‖got - want‖/‖want‖ of a row; infinite if `got` contains NaN or infinity.
         cosine: The least cosine similarity of a row; -1 if `got` contains NaN or infinity.
-        excess: A text for error messages: the measured number and the limit that it exceeds. Empty if no limit is
-            exceeded.
+        excess: A text for error messages, with the measured number and the limit. Empty if no number is beyond its
+            limit.
     """
 
     error: float
@@ -143,10 +143,11 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
     error, cosine = relative_error(got, want), least_cosine(got, want)
     excess = ""
     if tolerance.error is not None and not error <= tolerance.error:
-        excess = f"relative error {error:.1e} of a row, tolerance {tolerance.error:.1e}"
-        excess += f", PyTorch's own float32 {float32_error:.1e}" if float32_error else ""
+        excess = f"a row has the relative error {error:.1e}; at most {tolerance.error:.1e} is allowed"
+        excess += f" (PyTorch's own float32 error is {float32_error:.1e})" if float32_error else ""
     elif tolerance.cosine is not None and not cosine >= tolerance.cosine:
-        excess = f"cosine similarity {cosine:.4f} of a row, at least {tolerance.cosine} is required; float32 is exact"
+        excess = f"a row has the cosine similarity {cosine:.4f}; at least {tolerance.cosine} is required. "
+        excess += "Export in float32 instead"
     return Comparison(error, cosine, excess)
 
 
@@ -254,7 +255,7 @@ def check_rows(
             rows = run(*_pad([sequences[key] for key in keys], pad_token_id))  # (batch, seq, d_model)
             padded = np.concatenate([row[:length] for row, (length, _) in zip(rows, keys, strict=True)])
         padding = compare(padded, single, of_padding, float32_error)
-        _refuse(padding, "changes when padded", lengths, advice)
+        _refuse(padding, "gives other rows for padded sequences", lengths, advice)
         comparisons = [padding]
         if want is not None:
             expected = np.concatenate([want.rows[key] for key in keys])  # (tokens, d_model)
@@ -319,7 +320,7 @@ def check_inspection(
         folder: The folder of the bundle.
         graph: The description of the graph that the server runs for vectors. Both graphs have the same inputs.
         inspect_graph: The file and the outputs of the graph for inspections.
-        reference: The model; its `inspection` must be set.
+        reference: The model. `reference.inspection` must not be None.
         longest: The longest sequence, in tokens.
 
     Raises:
@@ -353,8 +354,8 @@ def check_inspection(
                 excess = compare(got, rows, of_states, states_error).excess
             if excess:
                 raise ParityError(
-                    f"the ONNX model for inspections differs from PyTorch in {name}: {excess}, for {len(sequence)} "
-                    "tokens"
+                    f"the ONNX model for inspections differs from PyTorch in {name}, for {len(sequence)} tokens: "
+                    f"{excess}"
                 )
     if inspect_graph.positions_name:
         (positions,) = encoder.outputs([inspect_graph.positions_name], *_pad(sequences[:1], 0))  # (seq, d_model)
@@ -384,7 +385,7 @@ def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -
         # The attention weights of a token sum to 1. So half the sum of their absolute differences is the share of
         # attention that moved to other tokens.
         error = float(np.abs(got - want).sum(axis=-1).mean() / 2)
-    return "" if error <= tolerance else f"error {error:.1e}, tolerance {tolerance:.1e}"
+    return "" if error <= tolerance else f"the error is {error:.1e}; at most {tolerance:.1e} is allowed"
 
 
 def _largest_difference(got: Rows, want: Rows) -> float:
@@ -422,5 +423,5 @@ def _refuse(comparison: Comparison, problem: str, lengths: Sequence[int], advice
     if comparison.excess:
         advice = f"; {advice}" if advice else ""
         raise ParityError(
-            f"the model {problem}: {comparison.excess}, in a batch of lengths {', '.join(map(str, lengths))}{advice}"
+            f"the model {problem} in a batch of lengths {', '.join(map(str, lengths))}: {comparison.excess}{advice}"
         )

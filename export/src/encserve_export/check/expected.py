@@ -130,11 +130,11 @@ def check_expected(
     advice = "The description of the model (norm, activation, positions, merge_heads, ...) differs from your module"
     if bounds.error is not None and low <= comparison.error <= high:
         advice = (
-            "Half precision or TF32 leaves errors of this size: compute the rows in float32, with "
+            "Half precision or TF32 causes errors of this size: compute the rows in float32, with "
             "torch.backends.cuda.matmul.allow_tf32 = False"
         )
     raise ExpectedRowsError(
-        f"the bundle does not give the rows of {expected.path}: {comparison.excess}; the worst is "
+        f"the bundle does not give the rows of {expected.path}: {comparison.excess}. The largest error is in "
         f"rows[{sequence}, {token}]. {advice}"
     )
 

@@ -53,11 +53,11 @@ _TEXTS = (
 )
 LONG_TEXT = 3000 * _SENTENCE  # longer than the longest sequence of any model
 _TYPES_ADVICE = (
-    "the tokenizer gives token_type_ids, which this model reads as tokens. If the model was trained without "
+    "The tokenizer gives token_type_ids, which this model reads as tokens. If the model was trained without "
     'token_type_ids, write "model_input_names": ["input_ids", "attention_mask"] into tokenizer_config.json'
 )
 ADVICE = (
-    "so the directory describes another model. Save the directory again with save_pretrained of a recent "
+    "So the directory describes another model. Save the directory again with save_pretrained of a recent "
     "sentence-transformers or transformers, and export the new directory"
 )
 
@@ -135,23 +135,25 @@ PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
 ) -> PipelineCheck:
-    """Return a function that compares a bundle. The function takes the bundle's folder and manifest as arguments.
+    """Return a function that compares a bundle with sentence-transformers or transformers.
 
-    sentence-transformers computes its outputs now, so that the model can be freed before the graph is written.
+    The function takes the bundle's folder and manifest as arguments.
+
+    sentence-transformers computes its outputs in this call, so that the model can be freed before the graph is written.
     transformers computes its outputs when the bundle is compared.
 
     Vectors are not compared if the directory has no weights or if transformers does not know the model. The returned
     function then returns None.
 
     Args:
-        spec: The spec of the directory.
+        spec: The description of the directory's model.
         takes_text: Whether the bundle has a tokenizer.
         asked: The longest sequence that the user asked for, in tokens; None for the directory's own limit.
         progress: Called with each step.
 
     Raises:
-        UnsupportedModelError: A prompt has as many tokens as a text may have, and pooling leaves out the prompt. Then
-            pooling would have no tokens.
+        UnsupportedModelError: A prompt has at least as many tokens as a text may have, and pooling leaves out the
+            prompt. Then pooling would have no tokens.
         ParityError: sentence-transformers fails for the directory. The returned function raises a ParityError if ids or
             vectors differ.
     """
@@ -200,7 +202,7 @@ def _compare(
 
 @contextlib.contextmanager
 def open_bundle(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
-    """Load the bundle in a draft folder, without token pooling and without a limit on sparse weights.
+    """Load a bundle that is not published yet, without token pooling and without a limit on sparse weights.
 
     Rounding may change which tokens are pooled together and which weights are kept. Such a change would cause a large
     difference in the output.
@@ -250,7 +252,7 @@ def check_ids(
         if (not in_vocabulary(want, vocab_size)) if isinstance(got, str) else got.tolist() == want:
             continue
         ids = f"(refused: {got})" if isinstance(got, str) else shortened(got)
-        raise ParityError(f"for {sent} the bundle gives the ids {ids}, but {library} gives {shortened(want)}; {ADVICE}")
+        raise ParityError(f"for {sent} the bundle gives the ids {ids}, but {library} gives {shortened(want)}. {ADVICE}")
 
 
 def in_vocabulary(ids: Sequence[int], vocab_size: int) -> bool:
@@ -264,7 +266,7 @@ def _embed(embedder: Embedder, answer: _Answer) -> list[Rows]:
     result: Any = embedder.run(texts, truncate=True, output=answer.output, **way.options)  # type: ignore[arg-type]
     if result.refused:
         place, reason = next(iter(result.refused.items()))
-        raise ParityError(f"the server refuses the text {shortened(texts[place])} with {way.label}: {reason}; {ADVICE}")
+        raise ParityError(f"the server refuses the text {shortened(texts[place])} with {way.label}: {reason}. {ADVICE}")
     if answer.output != "sparse":
         arrays: list[Rows] = result.arrays()
         return arrays
@@ -283,11 +285,11 @@ def _check_vectors(
     tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
     cosine = bounds_of(manifest.graph.precision).cosine
     limit = Bounds(error=tolerance) if cosine is None else Bounds(cosine=cosine)
-    advice = f"; {answers.advice}" if cosine is None else ""
+    advice = f". {answers.advice}" if cosine is None else ""
     for text, got, want in zip(answer.texts, vectors, answer.outputs, strict=True):
         where = f"{answers.library} for the text {shortened(text)} with {answer.way.label}"
         if got.shape != want.shape:
-            raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}; {ADVICE}")
+            raise ParityError(f"the bundle gives the shape {got.shape}, not {want.shape} of {where}. {ADVICE}")
         if answer.output == "sparse" and cosine is not None and text == "":
             continue  # the empty text: rounding changes its few weights too much
         difference = compare(got, want, limit) if want.size else Comparison(error=0, cosine=1, excess="")
@@ -318,10 +320,10 @@ def _check_scores(
     best = np.abs(want).max(axis=1, keepdims=True)  # (texts, 1)
     error = float((np.abs(got - want) / np.maximum(best, 1e-12)).max())
     if not error <= bounds.maxsim_error:
-        advice = answers.advice if bounds.cosine is None else "float32 is exact"
+        advice = answers.advice if bounds.cosine is None else "Export in float32 instead"
         raise ParityError(
-            f"a MaxSim score differs from {answers.library} by {error:.1e} of its query's best score, at most "
-            f"{bounds.maxsim_error:.1e} is allowed; {advice}"
+            f"a MaxSim score differs from {answers.library} by {error:.1e} of its query's best score; at most "
+            f"{bounds.maxsim_error:.1e} is allowed. {advice}"
         )
     return error
 
@@ -366,11 +368,11 @@ def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress
 
 @contextlib.contextmanager
 def library_failure(problem: str) -> Iterator[None]:
-    """Raise a ParityError with this problem if the library raises an error in the block."""
+    """If the `with` block raises an error, raise a ParityError that begins with `problem`."""
     try:
         yield
     except Exception as error:  # models and tokenizers may raise any exception
-        raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}; {ADVICE}") from error
+        raise ParityError(f"{problem}: {type(error).__name__}: {first_line(error)}. {ADVICE}") from error
 
 
 def _advice(model: Any, inputs: Mapping[str, Any]) -> str:
@@ -441,8 +443,8 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
         count = len(tokenizer(prompt)["input_ids"])
         if count >= longest:
             raise UnsupportedModelError(
-                f"the prompt {shortened(prompt)} has {count} tokens, and a text has at most {longest} "
-                "(max_seq_length): pooling leaves out the prompt (include_prompt is false), and no other token fits. "
+                f"the prompt {shortened(prompt)} has {count} tokens, but a text may have at most {longest} "
+                "(max_seq_length). Pooling leaves out the prompt (include_prompt is false), and no other token fits. "
                 "Remove the prompt, or give a larger --max-sequence-tokens"
             )
 

@@ -53,8 +53,9 @@ _DOCUMENTS = (
     f"A WORD of many letters: {'x' * 120}",
     "Ein langer Satz über das Wetter in Köln, und noch ein Satz über Züge und Straßenbahnen. ",
 )
-# The long texts have about 1.4 and 2.8 times the longest sequence of the model, but at most this many sentences. The
-# tokenizers library needs time and memory for each pair of cut-off pieces, so both texts cannot be much longer.
+# The long texts have about 1.4 and 2.8 times the longest sequence of the model, but at most this many sentences. If
+# both texts of a pair are truncated, the tokenizers library combines each cut-off piece of one text with each cut-off
+# piece of the other text. So longer texts would need too much time and memory.
 _MOST_SENTENCES = 200
 
 
@@ -113,13 +114,13 @@ class _Answers:
 def prepare_scores(
     spec: ModelSpec, *, asked: int | None, precision: str, progress: Callable[[str], None]
 ) -> ScoreCheck:
-    """Compute ids and logits with sentence-transformers. Return a function that compares a bundle.
+    """Compute ids and logits with sentence-transformers. Return a function that compares a bundle with these outputs.
 
-    The function takes the bundle's folder and manifest. sentence-transformers computes its outputs now, so that the
-    model can be freed before the graph is written.
+    The function takes the bundle's folder and manifest. sentence-transformers computes its outputs in this call, so
+    that the model can be freed before the graph is written.
 
     Args:
-        spec: The spec of the directory.
+        spec: The description of the directory's model.
         asked: The longest sequence that the user asked for, in tokens; None for the directory's own limit.
         precision: The precision of the bundle.
         progress: Called with each step.
@@ -165,7 +166,7 @@ def _ask(spec: ModelSpec, transformer: Any, prompt_name: str, long_texts: Sequen
 
 
 def _probes(tokenizer: Any, long: str, longer: str) -> Iterator[Sent]:
-    """Yield difficult pairs and texts. Each difficult text is the first and the second text of a pair."""
+    """Yield difficult pairs and texts. Each difficult text is once the first and once the second text of a pair."""
     texts = difficult_texts(tokenizer)
     yield from zip(texts, reversed(texts), strict=True)
     yield from itertools.permutations((long, longer, "a", ""), 2)
@@ -185,7 +186,7 @@ def _logits(spec: ModelSpec, sent: Sequence[Sent], prompt: str | None) -> Rows:
     rows = []
     for it in sent:
         with library_failure(f"sentence-transformers itself fails for {_shown(it)}"), quiet():
-            # `predict` would take a list with one text for a pair.
+            # `predict` would treat a list with one text as a pair.
             given = it if isinstance(it, str) else [it]
             logits = spec.loaded.predict(
                 given, prompt=prompt or "", activation_fn=nn.Identity(), show_progress_bar=False
@@ -225,13 +226,13 @@ def _compare(
                 place = int(np.argmax(errors[-1].max(axis=1)))
                 raise ParityError(
                     f"the bundle gives other logits than sentence-transformers for {_shown(answer.sent[place])}: "
-                    f"{got[place][:3]} instead of {answer.logits[place][:3]}, an error of {errors[-1].max():.1e}; at "
-                    f"most {tolerance:.1e} is allowed; {ADVICE}"
+                    f"{got[place][:3]} instead of {answer.logits[place][:3]}. The error is {errors[-1].max():.1e}; at "
+                    f"most {tolerance:.1e} is allowed. {ADVICE}"
                 )
     if bounds.rank_correlation is not None and not min(correlations) >= bounds.rank_correlation:
         raise ParityError(
             f"the logits have the rank correlation {min(correlations):.4f} with sentence-transformers' logits; at "
-            f"least {bounds.rank_correlation} is required; float32 is exact"
+            f"least {bounds.rank_correlation} is required. Export in float32 instead"
         )
     return ComparedScores(
         "sentence-transformers",
@@ -249,7 +250,7 @@ def _run(embedder: Embedder, answer: _Answers) -> Rows:
     result: Any = embedder.run(answer.sent, truncate=True, output="scores", **_options(answer))
     if result.refused:
         place, reason = next(iter(result.refused.items()))
-        raise ParityError(f"the server refuses {_shown(answer.sent[place])}: {reason}; {ADVICE}")
+        raise ParityError(f"the server refuses {_shown(answer.sent[place])}: {reason}. {ADVICE}")
     rows: Rows = result.rows
     return rows
 

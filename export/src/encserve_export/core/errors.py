@@ -53,7 +53,7 @@ class EmbeddingTableError(ExportError):
 
 
 class WeightNamesError(ExportError):
-    """A weight of the model is missing, or the model does not have a weight of the checkpoint."""
+    """The checkpoint lacks a weight of the model, or has a weight that the model does not have."""
 
 
 class WeightShapeError(ExportError):

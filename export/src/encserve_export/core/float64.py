@@ -18,8 +18,9 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
     dtypes = [tensor.dtype for tensor in tensors]
     try:
-        # Tensors may share memory, such as a mapped file, which is freed only with the last of these tensors. So each
-        # tensor first gets its own memory. Otherwise, the module would be in memory in float32 and in float64.
+        # Several tensors may share memory, such as a mapped file. This memory is freed only after all of these tensors
+        # are freed. So each tensor first gets its own memory. Otherwise, the module would be in memory in float32 and
+        # in float64.
         _copy(tensors, dtypes)
         _copy(tensors, [torch.float64] * len(tensors))
         yield

@@ -42,11 +42,11 @@ class Bounds:
         padding_cosine: The least cosine similarity between a row in a padded batch and the row of the sequence alone.
         maxsim_error: The largest difference between a MaxSim score and the score of sentence-transformers, divided by
             the best score of the same query.
-        rank_correlation: The least Spearman rank correlation between the bundle's logits and those of
+        rank_correlation: The least Spearman rank correlation between the bundle's logits and the logits of
             sentence-transformers, over many pairs of texts. None if the errors of logits are limited.
         attention_error: The largest difference between an attention weight and PyTorch's weight in float64. If cosine
-            similarities are limited, the number is the largest share of attention that may move to other tokens in a
-            block. This share is a mean over heads and tokens.
+            similarities are limited, this is the largest share of attention that may move to other tokens. The share is
+            a mean over the heads and tokens of one layer.
     """
 
     error: float | None = None

@@ -18,8 +18,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 _MULTI_VECTOR_FILE, _SPARSE_FILE = "colbert_linear.pt", "sparse_linear.pt"
 _WITHOUT_WEIGHT = ("cls_token", "eos_token", "pad_token", "unk_token")
 _REMARK = (
-    "sentence-transformers cuts texts to max_seq_length, but FlagEmbedding cuts texts to 512 tokens by default; "
-    "--max-sequence-tokens 512 has the same effect"
+    "sentence-transformers cuts texts to max_seq_length, but FlagEmbedding cuts texts to 512 tokens by default. To cut "
+    "texts as FlagEmbedding does, give --max-sequence-tokens 512"
 )
 
 
@@ -41,7 +41,10 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
         if linear.out_features != 1:
             raise CheckpointFileError(f"{sparse} must have 1 output per token; was {linear.out_features}")
         if spec.tokenizer is None:
-            raise CheckpointFileError(f"{sparse} needs a tokenizer in its folder, to find the tokens without a weight")
+            raise CheckpointFileError(
+                f"{sparse.parent} has no tokenizer, but {_SPARSE_FILE} needs one: special tokens get no weight, and "
+                "the exporter reads their ids from the tokenizer"
+            )
         special = spec.tokenizer.special_tokens_map
         tokens = [special[name] for name in _WITHOUT_WEIGHT if name in special]
         weights = SparseHead(
@@ -63,7 +66,7 @@ def _linear(path: Path, kind: str) -> tuple[nn.Linear, ModuleFacts]:
     weight = tensors.get("weight")
     if not {"weight"} <= tensors.keys() <= {"weight", "bias"} or weight is None or weight.dim() != 2:
         raise CheckpointFileError(
-            f"{path} must hold weight and bias of a linear layer; was {', '.join(sorted(tensors))}"
+            f"{path} must hold the weight of a linear layer, and may hold its bias; was {', '.join(sorted(tensors))}"
         )
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors)
     try:

@@ -52,7 +52,7 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
     kinds = [kind for kind, _ in read_modules(directory)]
     others = [kind for kind in kinds if kind not in _MODULES]
     if others or kinds[:1] != ["Transformer"]:
-        raise UnsupportedModelError(refusal(*(others or kinds or ["missing"])[:1]))
+        raise UnsupportedModelError(refusal((others or kinds)[0]))
     loaded = load(directory, "dense", repository)
     transformer, *rest = loaded.children()
     if transformer.query_expansion is not None:
@@ -83,8 +83,8 @@ def read_text(
         template_of: Reads the chat template of the model, if it has one.
 
     Raises:
-        UnsupportedModelError: The model accepts inputs other than text, sentence-transformers pools the hidden states
-            of a decoder, or a chat template changes a text.
+        UnsupportedModelError: The model accepts images or other inputs that are not text. Or sentence-transformers
+            pools the hidden states of a decoder. Or a chat template changes a text.
     """
     modalities, config = set(transformer.modalities), transformer.model.config
     if not {"text"} <= modalities <= {"text", "message"}:
@@ -94,8 +94,8 @@ def read_text(
         )
     if config.is_encoder_decoder and hasattr(transformer.model, "decoder"):
         raise UnsupportedModelError(
-            f"{encoder / 'config.json'}: for model_type {config.model_type!r} sentence-transformers pools the hidden "
-            "states of the decoder, but a bundle has no decoder; without modules.json the encoder alone is exported"
+            f"{encoder / 'config.json'}: for model_type {config.model_type!r}, sentence-transformers pools the hidden "
+            "states of the decoder, but a bundle has no decoder. To export only the encoder, remove modules.json"
         )
     has_prompts = any(loaded.prompts.values())
     return {
@@ -121,7 +121,7 @@ def read_vector(
         directory: The directory.
         loaded: A model of sentence-transformers.
         modules: The modules of `loaded` after the encoder.
-        pooling: The pooling of the encoder itself; unspecified if a Pooling module sets the pooling.
+        pooling: The pooling of a model without a Pooling module. Unspecified for a model with such a module.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -189,7 +189,9 @@ def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings
 
 
 def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleFacts, ...]:
-    """Return the settings and tensors of modules. The space_id depends on them.
+    """Return the settings and tensors of modules.
+
+    The space_id, the id of the model's vector space, depends on these settings and tensors.
 
     Args:
         directory: The directory.
@@ -218,8 +220,8 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 def _similarity(directory: Path, loaded: Any) -> str:
     """Return the similarity function from the directory's settings.
 
-    Return "" if the settings have none, or if sentence-transformers does not support the function. The loaded model
-    does not show whether its similarity is a default, so this function reads the settings.
+    Return "" if the settings name no function, or if sentence-transformers does not support the named function. The
+    loaded model does not show whether its similarity is a default, so this function reads the settings.
     """
     settings = read_object(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     stated = settings.get("similarity_fn_name")

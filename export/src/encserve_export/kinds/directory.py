@@ -19,8 +19,8 @@ from encserve_export.source.weights import read_json, read_object
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 TRANSFORMERS = ("Transformer", "MLMTransformer")
-_ALONE = "without modules.json the encoder alone is exported"
-_APART = "queries and documents go through different modules; export each folder separately"
+_ALONE = f"remove {MODULES} and {SETTINGS} to export only the encoder"
+_APART = "Queries and documents go through different modules, so export each folder separately"
 _SPARSE = ("MLMTransformer", "SpladePooling", "SparseStaticEmbedding", "SparseAutoEncoder")
 # The kinds by model_type in config_sentence_transformers.json.
 _KINDS: Mapping[str, Kind] = {
@@ -55,7 +55,8 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 
     Args:
         directory: The directory.
-        ignore_head: Whether to ignore the head of a classifier or a cross-encoder. Its kind is then "dense".
+        ignore_head: Whether to ignore the head of a classifier or a cross-encoder. The kind of such a model is then
+            "dense".
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
@@ -71,8 +72,8 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
     adapter = transformer_folder(directory) / "adapter_config.json"
     if adapter.is_file():
         raise UnsupportedModelError(
-            f"{adapter} is an adapter, which changes the weights of another model. Merge the two with "
-            "PEFT's merge_and_unload, save the merged model with save_pretrained, and export that model"
+            f"{adapter} is an adapter, which changes the weights of another model. Merge the adapter into that model "
+            "with PEFT's merge_and_unload. Save the merged model with save_pretrained, and export the saved directory"
         )
     modules = [name for name, _ in read_modules(directory)]
     if _gives_scores(directory, config, named):
@@ -105,7 +106,9 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
     try:
         modules = [(str(module["type"]), directory / str(module["path"])) for module in read_json(path)]
     except (TypeError, KeyError):
-        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
+        modules = []
+    if not modules:
+        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path")
     found = []
     for name, folder in modules:
         found.append(_checked(directory, path, name, folder))
@@ -129,7 +132,9 @@ def transformer_folder(directory: Path) -> Path:
 
 
 def transformer_settings(encoder: Path) -> dict[str, Any]:
-    """Return the settings of the Transformer module from the encoder's folder; empty without a settings file.
+    """Return the settings of the Transformer module from a file in the encoder's folder.
+
+    The result is empty if the folder has no such file.
 
     Raises:
         CheckpointFileError: The file is unreadable, or a length is not a number of tokens.
@@ -145,7 +150,7 @@ def transformer_settings(encoder: Path) -> dict[str, Any]:
             raise CheckpointFileError(f"{path} must give {name} as a number of tokens, at least 1; was {length!r}")
     if settings.get("tokenizer_name_or_path"):
         raise UnsupportedModelError(
-            f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}; put the "
+            f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}. Put the "
             "tokenizer.json of that tokenizer next to config.json, and remove tokenizer_name_or_path"
         )
     return settings
@@ -171,7 +176,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
 
     make = getattr(sentence_transformers, _CLASSES[kind])
     arguments: dict[str, Any] = {} if kind == "static" else {"model_kwargs": _model_arguments(directory)}
-    advice = "a table must be float32 or float16: export a model with such a table" if kind == "static" else _ALONE
+    advice = "export a model with a float32 or float16 table" if kind == "static" else _ALONE
     with quiet():
         try:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
@@ -195,17 +200,18 @@ def transformer_of(loaded: Any) -> Any:
 
 def refusal(kind: str) -> str:
     """Return the error text for a module that a bundle cannot express."""
-    advice = _APART if kind in ("Asym", "Router") else f"serve the model with sentence-transformers; {_ALONE}"
-    return f"modules.json has a {kind} module, which a bundle cannot express here: {advice}"
+    advice = _APART if kind in ("Asym", "Router") else f"Serve the model with sentence-transformers, or {_ALONE}"
+    return f"modules.json has a {kind} module, which a bundle cannot express at this place. {advice}"
 
 
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
-    """Check a module from the file `path`. Return the module's class name, without the package, and its folder."""
+    """Check a module from the file `path`. Return the class name, without the package, and the folder of the module."""
     if not folder.resolve().is_relative_to(directory.resolve()):
         raise CheckpointFileError(f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}")
     if not name.startswith("sentence_transformers.") and name != _PYLATE_DENSE:
         raise UnsupportedModelError(
-            f"{path} has a module {name}: it is not from sentence-transformers, so its code never runs here; {_ALONE}"
+            f"{path} has a module {name}, which is not a class of sentence-transformers. The exporter never runs the "
+            f"code of such a module. You can {_ALONE}"
         )
     kind = name.rpartition(".")[2]
     if kind == "Dense":
@@ -252,7 +258,7 @@ def is_cross_encoder(directory: Path) -> bool:
 
 
 def activation_path(directory: Path) -> str | None:
-    """Return the name of a CrossEncoder's activation from the directory's files; None without an activation."""
+    """Return the name of a CrossEncoder's activation. Return None if the directory's files name no activation."""
     config = _read_if_there(directory / "config.json")
     own = config.get("sentence_transformers")
     for fields, name in (

@@ -1,4 +1,4 @@
-"""Reads from a model's directory which kind the model has, and how the model turns texts into vectors."""
+"""Reads a model's directory. Finds the kind of the model, and how the model turns texts into vectors."""
 
 from pathlib import Path
 

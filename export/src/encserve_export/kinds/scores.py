@@ -1,7 +1,8 @@
-"""Reads the directory of a cross-encoder or a classifier, which computes a logit for each label of its texts.
+"""Reads the directory of a cross-encoder or a classifier. Such a model computes one logit for each of its labels.
 
-sentence-transformers loads the model as a CrossEncoder, in all layouts of its versions. The logits are a function of
-one pooled hidden state. So the head is the whole model with a stub as its encoder, for sequences of one token.
+sentence-transformers loads the model as a CrossEncoder. Any version of the library may have written the directory. The
+logits are a function of one pooled hidden state. So the head is the whole model with a stub in place of the encoder.
+The input of the head is one pooled hidden state, as a sequence of one token.
 """
 
 import copy
@@ -45,7 +46,7 @@ _ADVICE = "serve the model with sentence-transformers, or export its encoder alo
 class EncoderStub(nn.Module):
     """Replaces the encoder of a model, so that only the model's head runs.
 
-    The stub returns inputs_embeds unchanged as the last hidden state, or `rows` if they are set.
+    The stub returns `rows` as the last hidden state. If `rows` is None, the stub returns inputs_embeds unchanged.
     """
 
     def __init__(self, encoder: nn.Module) -> None:
@@ -68,7 +69,10 @@ class EncoderStub(nn.Module):
 
 
 class PooledLogits(nn.Module):
-    """Computes logits from pooled hidden states: a model with an `EncoderStub`, for sequences of one token."""
+    """Computes logits from pooled hidden states. The model has an `EncoderStub` in place of its encoder.
+
+    Each pooled hidden state is passed to the model as a sequence of one token.
+    """
 
     def __init__(self, model: Any, stub: EncoderStub, *, is_language_model: bool) -> None:
         super().__init__()
@@ -104,7 +108,7 @@ class PooledLogits(nn.Module):
         logits: Tensor = self.model(**inputs).logits
         if not self.is_language_model:
             return logits
-        last = logits[:, -1]  # (batch, 1 or 2): the tokens of LogitScore
+        last = logits[:, -1]  # (batch, 1 or 2): the true token, and the false token if any
         return last if last.shape[1] == 1 else last[:, :1] - last[:, 1:]
 
 
@@ -179,7 +183,10 @@ def _head(transformer: Any, rest: list[Any]) -> tuple[PooledLogits, tuple[Module
 
 
 def _rows_of(decoder: nn.Linear, score: Any) -> nn.Linear:
-    """Return the rows of a language model's last layer for the tokens of a LogitScore module."""
+    """Return a smaller copy of a language model's last layer, which computes only the logits of a LogitScore's tokens.
+
+    LogitScore is a module of sentence-transformers. It computes a score from the logits of one or two tokens.
+    """
     ids = [it for it in (score.true_token_id, score.false_token_id) if it is not None]
     rows = nn.Linear(decoder.in_features, len(ids), bias=decoder.bias is not None)
     with torch.no_grad():
@@ -190,7 +197,7 @@ def _rows_of(decoder: nn.Linear, score: Any) -> nn.Linear:
 
 
 def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool) -> None:
-    """Refuse a checkpoint without the weights of its head, because transformers fills them with random numbers."""
+    """Refuse a checkpoint without the weights of its head. transformers would fill these weights at random."""
     if is_language_model or not holds_weights(encoder):  # the last layer of a language model is its token table
         return
     tensors = read_weights(encoder).tensors.values()
@@ -207,10 +214,12 @@ def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool
 
 
 def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling, int | None]:
-    """Return the pooling of the head, and the id that does not count as the last token.
+    """Return the pooling of the head, and the token id that last-token pooling skips.
 
-    The head computes the logits of random hidden states in the original way. The result shows which pooling the head
-    has.
+    The id is None if last-token pooling skips no token.
+
+    Compute the logits of random hidden states as the original model does. Find the pooling that gives the same
+    logits.
 
     Raises:
         UnsupportedModelError: The logits are not a function of one pooled hidden state.
@@ -239,8 +248,7 @@ def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling
         ) from error
     if len(found) != 1:
         raise UnsupportedModelError(
-            f"the head of {type(transformer.model).__name__} reads the hidden states in a way that a bundle cannot "
-            f"express; {_ADVICE}"
+            f"a bundle cannot express the head of {type(transformer.model).__name__}; {_ADVICE}"
         )
     return found[0], None
 
@@ -253,7 +261,10 @@ def _labels(directory: Path, config: Any, count: int) -> tuple[str, ...]:
 
 
 def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activation:
-    """Return the activation of sentence-transformers, or of transformers' pipeline for a plain classifier."""
+    """Return the activation of sentence-transformers.
+
+    For a plain classifier, return the activation of transformers' pipeline.
+    """
     if not is_cross_encoder(directory):
         if config.problem_type == "regression":
             return manifest_pb2.ACTIVATION_NONE
@@ -269,12 +280,12 @@ def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activ
 
 
 def _check_activation(directory: Path) -> None:
-    """Refuse an activation outside of PyTorch, because sentence-transformers would replace it by its default."""
+    """Refuse an activation outside of PyTorch, because sentence-transformers would use its default instead."""
     path = activation_path(directory)
     if path is not None and not path.startswith("torch."):
         raise UnsupportedModelError(
-            f"{directory / SETTINGS} or config.json: activation_fn must be a class of torch.nn; was {path!r}, which is "
-            "code that never runs here. Write the class of torch.nn with the same function, for example "
+            f"{directory / SETTINGS} or config.json: activation_fn must be a class of torch.nn; was {path!r}. The "
+            "exporter runs no code from a directory. Write the class of torch.nn with the same function, for example "
             '"torch.nn.modules.activation.Sigmoid"'
         )
 
@@ -314,8 +325,7 @@ def _reads_types(transformer: Any) -> bool:
     listed = types[0].tolist()
     if listed != sorted(listed) or not set(listed) <= {0, 1}:
         raise UnsupportedModelError(
-            f"the tokenizer gives the token types {listed} to a pair of texts; a bundle can express zeros followed by "
-            f"ones; {_ADVICE}"
+            f"the token types of a pair must be zeros, then ones; the tokenizer gives {listed}; {_ADVICE}"
         )
     return True
 

@@ -134,8 +134,8 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
     if names == [_STATIC] or (names[0] in TRANSFORMERS and names[1:] == ["SpladePooling"]):
         return modules
     raise UnsupportedModelError(
-        f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express only Transformer with "
-        "SpladePooling, or SparseStaticEmbedding"
+        f"{directory}: a {task} goes through the modules {', '.join(names)}. A bundle can express only a Transformer "
+        "followed by a SpladePooling, or a single SparseStaticEmbedding"
     )
 
 

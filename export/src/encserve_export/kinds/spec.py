@@ -56,8 +56,8 @@ class ModuleFacts:
     Attributes:
         kind: The kind of the module, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
         settings: The settings that differ from their defaults.
-        tensors: The tensors of the module's own files, by their names in the files; empty if the encoder's files
-            contain the tensors.
+        tensors: The tensors of the module's own files, by their names in the files. This mapping is empty if the
+            encoder's files contain the tensors.
     """
 
     kind: str
@@ -144,7 +144,8 @@ class StaticWeights(nn.Module):
     Attributes:
         weight: float32 (width,).
         tokenizer: A parsed tokenizer.json. It adds no special tokens to a text.
-        files: The names of the tokenizer's file and the weights' file in a bundle, and the token limit of a text.
+        files: The names of two files in a bundle: one for the tokenizer, one for the weights. `files` also contains the
+            largest number of tokens in a text.
     """
 
     weight: Tensor
@@ -194,8 +195,8 @@ class ModelSpec:
         scores: The head for the logits of labels, or None.
         static_weights: The fixed weights that replace the encoder for some tasks; `tasks` has the names of their files.
         table: The table of a static embedding, float32 (vocab_size, d_model), or None.
-        modules: The modules after the encoder that are part of the space_id. Pooling modules, and Normalize modules
-            that `l2_normalize` replaces, are not listed.
+        modules: The modules after the encoder that are part of the space_id. The list leaves out Pooling modules, and
+            Normalize modules that `l2_normalize` replaces.
         used_parts: The parts of the encoder's checkpoint that a head uses, such as "linear".
         remark: A note for the user.
     """

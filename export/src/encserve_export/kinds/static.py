@@ -34,8 +34,8 @@ def read_static(directory: Path) -> ModelSpec:
     """
     if not (directory / MODULES).is_file():
         raise UnsupportedModelError(
-            f"{directory} is a model2vec directory without {MODULES}, so its pooling is unknown: save it again with "
-            "StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
+            f"{directory} is a model2vec directory without {MODULES}, so the pooling is unknown. Save the model again "
+            "with StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
         )
     loaded = load(directory, "static")
     first, *rest = loaded.children()

@@ -13,7 +13,7 @@ _PAIR = ("  encserve's query \n", "  encserve's document \n")
 # sentence-transformers uses the same two texts for this purpose.
 _FILLERS = ("0", "1 2 3 4")
 _ADVICE = (
-    "save the model with a template that puts fixed texts around an unchanged text, or serve it with "
+    "save the model with a template that only adds fixed texts before and after a text. Or serve the model with "
     "sentence-transformers"
 )
 
@@ -76,15 +76,15 @@ def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.T
 
 
 def _around_prompt(transformer: Any, sent: str | tuple[str, str], after: str) -> tuple[str, str]:
-    """Return the fixed texts around a prompt. `after` is the template's text after the first text without a prompt.
+    """Return the fixed texts around a prompt. `after` is everything after the first text if there is no prompt.
 
     Raises:
-        UnsupportedModelError: The template ends differently with a prompt.
+        UnsupportedModelError: A prompt changes the fixed text after the first text.
     """
     start, end = _around(_render(transformer, sent, _PROMPT), sent if isinstance(sent, str) else sent[0])
     around = _around(start, _PROMPT)
     if end != after:
-        raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
+        raise UnsupportedModelError("a prompt changes the end that the chat template adds to a text; " + _ADVICE)
     return around
 
 

@@ -72,7 +72,7 @@ def write_graphs(
             whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
     except Exception as error:  # a user's model may raise any exception
         if isinstance(error, OSError) and error.errno in FULL_DISK:
-            raise  # other ways to write the graph would fail too
+            raise  # on a full disk, the other exporters would fail too
         raise UnsupportedModelError(
             f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error

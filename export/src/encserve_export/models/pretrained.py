@@ -91,8 +91,8 @@ def load_model(directory: Path, weights: Weights, *, token_types: bool = False) 
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
             architecture. Or the checkpoint is quantized, brings its own code, or takes no token ids.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: The hidden states depend on missing weights. Or a part of the model does not have a weight
-            of the checkpoint.
+        WeightNamesError: The hidden states depend on missing weights. Or the checkpoint has a weight whose name begins
+            with a part of the model, and the model has no such weight.
         WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
             would not apply the scale of these weights.
@@ -131,8 +131,8 @@ def load_reference(directory: Path) -> Any:
     """Load a directory with transformers' own `from_pretrained`, in float32.
 
     Returns:
-        A PreTrainedModel, or only its encoder if the model has a decoder. The arguments of a call are the output of the
-        model's tokenizer.
+        A PreTrainedModel, or only its encoder if the model has a decoder. Call the returned model with the output of
+        the tokenizer as keyword arguments.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
@@ -199,8 +199,8 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
     if model_type not in transformers.CONFIG_MAPPING:
         if "auto_map" in settings:
             raise UnsupportedModelError(
-                f"model_type {model_type!r} needs its own code (auto_map in config.json), which is never executed; "
-                f"{OWN_ONNX}"
+                f"model_type {model_type!r} needs its own code (auto_map in config.json), which is never executed. "
+                f"Instead, {OWN_ONNX}"
             )
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} does not know model_type {model_type!r}; a newer version "
@@ -222,7 +222,9 @@ def _read_config(directory: Path) -> tuple[Any, Any]:
         if type(config) in mapping:
             kind = mapping[type(config)]
             return config, kind[0] if isinstance(kind, tuple) else kind
-    raise UnsupportedModelError(f"transformers has no base model for model_type {config.model_type!r}; {OWN_ONNX}")
+    raise UnsupportedModelError(
+        f"transformers has no base model for model_type {config.model_type!r}. Instead, {OWN_ONNX}"
+    )
 
 
 def _encoder_of(model: Any, config: Any) -> Any:
@@ -301,7 +303,7 @@ def _vocab_size(encoder: Any) -> int:
         return int(encoder.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
         raise UnsupportedModelError(
-            f"{type(encoder).__name__} has no token table, so it does not take token ids; {OWN_ONNX}"
+            f"{type(encoder).__name__} has no token table, so it does not take token ids. Instead, {OWN_ONNX}"
         ) from None
 
 
@@ -311,8 +313,8 @@ def _surplus_parts(model: Any, names: Iterable[str], unexpected: Iterable[str]) 
     A part is the first component of the weights' names, such as "pooler".
 
     Raises:
-        WeightNamesError: The name of a weight begins with a part of the model, such as "encoder", but this part has
-            no weight with this name.
+        WeightNamesError: The name of a weight begins with a part of the model, such as "encoder". But the model has no
+            weight with this name.
     """
     parts = {name for name, _ in model.named_children()}
     surplus = {name: _part(model, name) for name in unexpected if not name.endswith(INDICES)}

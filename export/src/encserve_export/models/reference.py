@@ -13,8 +13,8 @@ from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
 AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
-# Sequences with more tokens are computed without a tensor of attention weights, (heads, seq, seq). With 16 heads in
-# float32, this tensor takes 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
+# For sequences with more tokens than this limit, attention is computed without a tensor of attention weights, (heads,
+# seq, seq). With 16 heads in float32, this tensor takes 64 MiB for 1,024 tokens and 4 GiB for 8,192 tokens.
 LONGEST_AT_ONCE = 1024
 
 
@@ -60,8 +60,8 @@ class Reference:
 
     Attributes:
         module: Maps inputs and a mask to the last hidden states, float32 (batch, seq, d_model). The mask is int64
-            (batch, seq): 1 for a token, 0 for padding. A token with 2 gets a hidden state, but no other token attends
-            to this token.
+            (batch, seq): 1 for a token, 0 for padding. A token with a mask of 2 gets a hidden state, but no other token
+            attends to this token.
         has_token_types: Whether the module has a third argument: token types, int64 (batch, seq), 0 or 1. In
             comparisons, half of the tokens have type 1; see `half_and_half`.
         description: The name of the model in reports and errors.
@@ -132,8 +132,8 @@ class Reference:
         Both batch and seq are larger than 1, because PyTorch would treat a size of 1 as a constant.
 
         Returns:
-            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7). With token types also the
-            types, int64 (2, 7).
+            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7). If the model has token
+            types, the tuple also contains token types, int64 (2, 7).
         """
         if self.width:
             inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))

@@ -25,8 +25,9 @@ from onnxruntime.transformers.float16 import (  # isort: skip
 # The int8 conversion gives ReduceMax its axes as an input. Opset 18 is the first opset with this input.
 _LEAST_OPSET = 18
 # These operators stay in float32. PyTorch's autocast does the same for softmax, pow, reciprocal, log, sum and norm
-# ("CUDA Ops that can autocast to float32"). A mean is a scaled sum, and Sqrt is the last step of a norm. Cos, Sin and
-# Range compute with the angles of positions, and float16 would round these angles too much.
+# ("CUDA Ops that can autocast to float32"). ReduceMean is a scaled sum, and Sqrt is the last step of a norm, so both
+# also stay in float32. Cos, Sin and Range compute with the angles of positions. float16 would round these angles too
+# much.
 _FLOAT32_OPERATORS = (
     *("Softmax", "Pow", "Reciprocal", "Log", "ReduceSum", "ReduceL2", "Sqrt", "ReduceMean"),
     *("Cos", "Sin", "Range"),
@@ -85,8 +86,8 @@ def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
         node_block_list=sorted(float32_nodes),
     )
     _put_back_weights(converted, weights, folder)
-    # The library adds one Cast for each float32 node that reads a value. Casts of the same value have the same output
-    # names, so only the first is kept.
+    # If several float32 nodes read a value, the library adds a Cast of this value for each node. These Casts have the
+    # same output name, so only the first Cast is kept.
     first = {tuple(node.output): node for node in reversed(converted.graph.node)}
     del converted.graph.node[:]
     converted.graph.node.extend(reversed(first.values()))
@@ -94,10 +95,10 @@ def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
 
 
 def _take_out_weights(model: onnx.ModelProto) -> dict[str, TensorProto]:
-    """Empties the external weights of a graph, and returns their descriptions by name.
+    """Empties the weights that are stored in other files. Returns the original entries of these weights by name.
 
-    onnxruntime's conversion takes only loaded weights. If all weights were loaded, the weights would be in memory in
-    float32 and in float16 at the same time.
+    onnxruntime's conversion does not accept weights in other files. If all weights were loaded, the weights would be in
+    memory in float32 and in float16 at the same time. So the conversion gets empty weights.
     """
     weights: dict[str, TensorProto] = {}
     for tensor in model.graph.initializer:
@@ -109,7 +110,7 @@ def _take_out_weights(model: onnx.ModelProto) -> dict[str, TensorProto]:
 
 
 def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> None:
-    """Loads the weights from `_take_out_weights` one by one, in the types that the converted graph gives them."""
+    """Loads the weights of `_take_out_weights` one by one. The converted graph has the type of each weight."""
     for tensor in model.graph.initializer:
         source = weights.get(tensor.name)
         if source is None:
@@ -122,4 +123,4 @@ def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto]
         tensor.dims[:] = source.dims
         tensor.raw_data = b"".join(convert_np_to_float16(block).tobytes() for block in blocks)
     external_data_helper.load_external_data_for_model(model, str(folder))  # weights that stay in float32
-    del model.graph.value_info[:]  # describes the empty tensors
+    del model.graph.value_info[:]  # contains shapes of the empty weights

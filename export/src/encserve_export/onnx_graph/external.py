@@ -147,7 +147,7 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
         ) from error
     if not (real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)):
         raise ExternalDataError(
-            f"{source}, a link to {real}, outside the folder of the ONNX file; copy the files themselves into one "
+            f"{source}, a link to {real}, outside the folder of the ONNX file. Copy the files, not the links, into one "
             "folder (cp -L)"
         )
     if not real.is_file():
@@ -156,7 +156,7 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder "blobs" that a huggingface_hub snapshot links to; None if a folder is not a snapshot."""
+    """The folder "blobs" with the files to which a huggingface_hub snapshot links; None for any other folder."""
     for parent in folder.resolve().parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent / "blobs"
@@ -185,7 +185,7 @@ def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
     size = path.stat().st_size
     if not 0 <= offset <= size - expected:
         raise ExternalDataError(
-            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size} bytes; the "
+            f"{_name(tensor)} lies at bytes {offset} to {offset + expected} of {path}, which has {size} bytes. The "
             "file is incomplete, or belongs to another model"
         )
     return path, offset, expected

@@ -1,4 +1,4 @@
-"""Converts the linear layers and the token table of a float32 graph to int8.
+"""Converts the linear layers and the table of token embeddings of a float32 graph to int8.
 
 A linear layer y = x·Wᵀ + b becomes y = s·(q·Vᵀ)·c + b, where q and V have 8 bits. The vector c has one
 scale for each column of Wᵀ, and is computed at export. The vector s has one scale for each row of x, and the graph
@@ -41,10 +41,11 @@ from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _DOMAIN = "com.microsoft"
-# The exponent α of SmoothQuant. A larger α shrinks large columns of x more, and enlarges their weights more. The paper
-# uses 0.5 in section 4.1.
+# The exponent α of SmoothQuant. A larger α shrinks large columns of x more, and enlarges the weights of these columns
+# more. The paper uses 0.5 in section 4.1.
 _SMOOTHING = 0.5
-# The least size of a column of x or W in the smoothing formula, so that no factor is 0.
+# The smoothing formula uses the largest absolute number of a column of x or W, but at least this number. So no factor
+# is 0.
 _EMPTY_COLUMN = 1e-5
 # The least scale of a row. A row of zeros would otherwise be divided by 0.
 _LEAST_STEP = 1e-30
@@ -79,7 +80,7 @@ class Layer:
     error: float
 
     def round_rows(self, x: Array) -> Array:
-        """Rounds each row of x, (tokens, k), to 8 bits like the graph. Returns the rounded rows as float numbers."""
+        """Rounds each row of x, (tokens, k), to 8 bits, as the graph does. Returns the rounded rows as floats."""
         x = x if self.smoothing is None else x / self.smoothing  # (tokens, k)
         below = self.least or 0.0
         largest = (np.abs(x) if self.least is None else x - below).max(axis=1, keepdims=True)  # (tokens, 1)
@@ -106,7 +107,7 @@ def quantize(
         folder: The folder that contains the files with the weights.
 
     Raises:
-        UnsupportedModelError: The graph has no linear layer, a product with a matrix of weights.
+        UnsupportedModelError: The graph has no linear layer. A linear layer is a product with a matrix of weights.
     """
     same = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT}
@@ -117,7 +118,7 @@ def quantize(
             by_input.setdefault(node.input[0], []).append(node)
     if not by_input:
         raise UnsupportedModelError(
-            "the graph has no product with a matrix of weights, so int8 would change nothing; export it in float32"
+            "the graph has no product with a matrix of weights, so int8 would change nothing; choose float32"
         )
     seen = _run(model, graph, vocab_size, width, longest, sorted(by_input), folder)
     minima = _minima(model)
@@ -270,7 +271,7 @@ class _Quantizer:
         yield self._node("QuantizeLinear", inside, inputs, "rounded", axis=0)  # (tokens, k)
 
     def _lookup(self, node: NodeProto) -> Iterable[NodeProto]:
-        """The nodes of a lookup in an int8 token table, where each row has its own scale.
+        """The nodes of a lookup in an int8 token table. Each row of the table has its own scale.
 
         The error of each number is at most 1/254 of the largest number in the same row.
         """
@@ -312,7 +313,7 @@ def _run(
     names: list[str],
     folder: Path,
 ) -> dict[str, Any]:
-    """Runs a graph on random ids or vectors with a fixed seed, and returns the values with these names."""
+    """Runs a graph on random ids or vectors with a fixed seed. Returns the values that `names` lists, by name."""
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     outputs = {value.name for value in model.graph.output}

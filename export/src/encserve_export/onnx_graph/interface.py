@@ -89,8 +89,8 @@ class Port:
     Attributes:
         name: The name of the input or output.
         data_type: A TensorProto.DataType; 0 if the file declares no tensor type.
-        axes: The size of each fixed axis, and the name of each dynamic axis ("?" if it has no name); empty if the file
-            declares no shape.
+        axes: The size of each fixed axis, and the name of each dynamic axis. A dynamic axis without a name is "?".
+            Empty if the file declares no shape.
     """
 
     name: str
@@ -159,7 +159,7 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
 
 
 def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
-    """The width of the vectors that a model takes in place of token ids; 0 for a model that takes ids."""
+    """The width of the vectors that a model takes in place of token ids. 0 if the model takes token ids."""
     return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
@@ -227,7 +227,7 @@ def _port(value: ValueInfoProto) -> Port:
 
 
 def _width(port: Port) -> int:
-    """The size of the last axis if an input takes vectors, float32 (batch, seq, width); 0 for any other input."""
+    """The width of an input that takes vectors, float32 (batch, seq, width). 0 for any other input."""
     axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
@@ -252,8 +252,8 @@ def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
     if surplus:
         raise OnnxInterfaceError(
             f"the model has inputs that a server does not fill: {_listed(surplus)}. A server gives input_ids, "
-            "attention_mask and zeros for token_type_ids. Wrap the model in a module that takes these inputs and "
-            "computes the other inputs, and export that module"
+            "attention_mask and zeros for token_type_ids. Wrap the model in a module that computes the other "
+            "inputs, and export this module"
         )
 
 
@@ -309,8 +309,8 @@ def _check_output(port: Port) -> None:
         raise OnnxInterfaceError(f"the output {port} has rank {len(port.axes)}; it must have 3: (batch, seq, d_model)")
     if port.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         raise OnnxInterfaceError(
-            f"the output {port} must be float32: export the model in float32, or keep the weights in "
-            f"{type_name(port.data_type)} and let the graph end with a Cast to float32 (keep_io_types=True in "
+            f"the output {port} must be float32. Export the model in float32. Or keep the weights in "
+            f"{type_name(port.data_type)}, and end the graph with a Cast to float32 (keep_io_types=True in "
             "onnxconverter-common)"
         )
     if port.data_type != TensorProto.FLOAT:
@@ -319,8 +319,8 @@ def _check_output(port: Port) -> None:
 
 def _pooled(outputs: str) -> str:
     return (
-        f"the model pools: {outputs}, one vector for each sequence. A bundle needs the rows before pooling, "
-        "(batch, seq, d_model): export the model without its pooling, and name the pooling with --pooling"
+        f"the model pools: {outputs}, one vector for each sequence. A bundle needs the hidden states before pooling, "
+        "(batch, seq, d_model). Export the model without its pooling, and name the pooling with --pooling"
     )
 
 
@@ -329,7 +329,8 @@ def _looked_up(node: NodeProto, ids: set[str]) -> str:
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
         axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""
-    # ONNX Runtime's optimizer writes this operator. Its first inputs are token ids, token types and the token table.
+    # ONNX Runtime's optimizer writes EmbedLayerNormalization. The first inputs of this operator are token ids, token
+    # types and the token table.
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""

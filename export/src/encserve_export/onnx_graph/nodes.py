@@ -28,7 +28,7 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def constants(node: NodeProto) -> dict[str, TensorProto]:
-    """Return the tensor of a Constant node, by the name of the node's output; an empty dict for other nodes."""
+    """Return {output name: tensor} for a Constant node, and an empty dict for any other node."""
     values = [it.t for it in node.attribute if it.name == "value" and node.op_type == "Constant"]
     return dict(zip(node.output, values, strict=False))
 

@@ -25,7 +25,7 @@ _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
 def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
-    """Rewrites a graph in place, so that each attention that matches a pattern works in blocks of queries.
+    """Rewrites a graph in place. Each attention that matches a pattern then works in blocks of queries.
 
     The pattern is queries·keys, a scale, the sum with a bias, a softmax, and the product with the values. Other
     attention is not changed.

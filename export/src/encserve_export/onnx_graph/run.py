@@ -65,7 +65,7 @@ class OnnxEncoder:
         width, other = rows.shape[2], self.d_model or rows.shape[2]
         if width != other or not width:
             raise OnnxRunError(
-                f"the output {name} has rows of {width} dimensions {shape}, but rows of {other} for other inputs; the "
+                f"the output {name} has rows of {width} dimensions {shape}, but rows of {other} for other inputs. The "
                 "width must be the same for all inputs"
             )
         if not np.isfinite(rows[mask == 1]).all():

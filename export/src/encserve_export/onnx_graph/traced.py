@@ -1,7 +1,8 @@
 """Exports a module with PyTorch's tracing exporter, without extra copies of the weights in memory.
 
 By default, PyTorch's exporter would keep up to five copies of the weights, such as folded constants, a protobuf message
-and its bytes. So `trace` writes a graph that takes the weights as inputs. `take_weights` then adds the weights.
+and the bytes of this message. So `trace` writes a graph that takes the weights as inputs. `take_weights` then adds the
+weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
         name = open_names.pop()
         if name not in needed:
             needed.add(name)
-            inner = walk([made_by[name]]) if name in made_by else ()  # a subgraph may use outer values
+            inner = walk([made_by[name]]) if name in made_by else ()  # a branch may use values of the outer graph
             open_names += (used for node in inner for used in node.input)
     for field, kept in (
         ("node", [node for node in model.graph.node if needed.intersection(node.output)]),

@@ -50,10 +50,11 @@ def export_checkpoint(
         max_sequence_tokens: The longest sequence to serve, in tokens. The default is 512, or the length of the position
             table if that is shorter.
         precision: The precision of the bundle.
-        pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
+        pooling: The pooling that the model was trained with, one of `POOLINGS`. If it is None, each caller of the
+            server chooses a pooling.
         l2_normalize: Whether pooled vectors are scaled to length 1.
         expect: A .npz or .safetensors file with outputs of your own module, which the bundle must reproduce; see
-            `check.expected`. Without this file, nothing compares `fields` with your module.
+            `check.expected`. Without this file, a wrong value in `fields` may remain undetected.
         progress: Called with a line of text before each step.
 
     Raises:
@@ -109,7 +110,8 @@ def export_init(
         target: The destination of the bundle.
         tokenizer: The tokenizer; without a tokenizer, the model takes token ids only.
         precision: The precision of the bundle.
-        pooling: The pooling of the model's vectors, one of `POOLINGS`; None if callers choose.
+        pooling: The pooling of the model's vectors, one of `POOLINGS`. If it is None, each caller of the server chooses
+            a pooling.
         l2_normalize: Whether pooled vectors are scaled to length 1.
         progress: Called with a line of text before each step.
 

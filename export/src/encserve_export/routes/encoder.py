@@ -31,7 +31,7 @@ def export_encoder(
     Raises:
         TokenizerError: The tokenizer has ids that the encoder does not have. Or the encoder takes embeddings, so it
             cannot have a tokenizer.
-        ParityError: The graph's outputs in ONNX Runtime differ from the encoder's by more than the precision allows.
+        ParityError: The graph's outputs differ from the encoder's outputs by more than the precision allows.
         BundleError: The bundle cannot be written. The subclass shows the cause.
     """
     source = dataclasses.replace(source, model_digest=source.model_digest or digest_encoder(encoder))

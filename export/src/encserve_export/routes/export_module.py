@@ -59,9 +59,10 @@ def export_module(
     states.
 
     Args:
-        module: The module, on the CPU. It takes token ids, int64 (batch, seq), or vectors, float32 (batch, seq,
-            d_model), and a mask, bool (batch, seq), True for a token. It returns the last hidden states, float32
-            (batch, seq, d_model). The module runs in eval mode, and its previous mode is restored afterwards.
+        module: The module, on the CPU. Its first argument is token ids, int64 (batch, seq), or vectors, float32 (batch,
+            seq, d_model). Its second argument is a mask, bool (batch, seq): True for a token. It returns the last
+            hidden states, float32 (batch, seq, d_model). The module runs in eval mode, and its previous mode is
+            restored afterwards.
         target: The destination of the bundle.
         configuration: JSON with the settings that `state_dict()` does not show, such as {"activation": "gelu",
             "norm_first": true}. The settings are part of the space_id, which identifies the model's vector space.
@@ -146,7 +147,7 @@ def _vocab_size(
         raise ConfigError(f"input must be one of {', '.join(get_args(Input))}; was {model_input!r}")
     if model_input == "embeddings":
         if d_model is None or d_model < 1:
-            raise ConfigError(f"d_model must be given if the input is embeddings, and be at least 1; was {d_model}")
+            raise ConfigError(f"d_model must be a number of at least 1 if the input is embeddings; was {d_model}")
         return vocab_size or 0
     if d_model is not None:
         raise ConfigError('d_model is only for the input "embeddings"; leave it out for "token_ids"')

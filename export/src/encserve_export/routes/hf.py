@@ -1,7 +1,7 @@
 """Exports a Hugging Face checkpoint as a bundle, a directory with an ONNX graph and a manifest.
 
-A bundle is built by one of three routes: with transformers, from the directory's own ONNX file, or from the table of a
-static embedding model.
+There are three routes to a bundle. The first route loads the model with transformers. The second route takes the
+directory's own ONNX file. The third route takes the table of a static embedding model.
 """
 
 import dataclasses
@@ -108,8 +108,8 @@ def export_hf(
         if pooling is not None:
             if spec.kind == "scores":
                 raise ConfigError(
-                    f"{directory} is a cross-encoder or a classifier, which computes scores. --pooling is for its "
-                    "encoder alone: give --ignore-head too"
+                    f"{directory} is a cross-encoder or a classifier. Such a model computes scores, so leave out "
+                    "--pooling. To export only the encoder with --pooling, give --ignore-head too"
                 )
             if spec.pooling or spec.kind != "dense":
                 raise ConfigError("the files of this checkpoint state its pooling; leave out --pooling")
@@ -270,7 +270,7 @@ def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
         return ""
     return (
         f"the model computes the positions of a batch differently if one sequence has more than {original} tokens "
-        f"(original_max_position_embeddings in config.json): give --max-sequence-tokens {original} or less"
+        f"(original_max_position_embeddings in config.json). Give --max-sequence-tokens {original} or less"
     )
 
 
@@ -281,8 +281,8 @@ def _export_onnx(build: _Build) -> Exported:
         raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.spec.encoder}")
     if build.spec.scores is not None:
         raise UnsupportedModelError(
-            f"{ONNX_FILE} of a cross-encoder or a classifier computes logits instead of hidden states; use --via "
-            "transformers, or --ignore-head for the encoder alone"
+            f"{ONNX_FILE} of a cross-encoder or a classifier computes logits instead of hidden states. Use --via "
+            "transformers. Or give --ignore-head to export only the encoder"
         )
     tasks = build.spec.tasks.values()
     if any(task.HasField("expansion") and not task.expansion.attended for task in tasks):
@@ -461,7 +461,9 @@ def longest_sequence(
     longest = min(positions, usual or positions) if asked is None else asked
     if usual is None or longest == usual == positions:
         return longest, ""
-    remark = f"max_sequence_tokens is {longest}; the checkpoint's {field} is {usual}, its positions are {positions}"
+    remark = (
+        f"max_sequence_tokens is {longest}; the checkpoint's {field} is {usual}, the model has {positions} positions"
+    )
     if asked is not None and asked != usual:
         remark += f". For texts of more than {min(asked, usual)} tokens, sentence-transformers gives different vectors"
     return longest, remark

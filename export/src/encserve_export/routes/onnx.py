@@ -77,7 +77,7 @@ def export_onnx(
     take vectors, float32 (batch, seq, width), instead of ids.
 
     Args:
-        path: The file. Weights in other files must lie in its folder.
+        path: The file. If the weights are in other files, these files must be in the same folder.
         target: The destination of the bundle.
         options: The facts that the file does not contain.
         source: The origin of the model, for the manifest. None if the file itself is the origin. If `weights_sha256` or
@@ -116,7 +116,7 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        if reference is None:  # PyTorch does not run, so the graph may take memory now
+        if reference is None:  # no PyTorch model is in memory, so there is room for the graph
             encoder = OnnxEncoder(files[0], graph)
         # The options are checked after the file, because no option can repair a faulty file.
         vocab_size = (options.vocab_size or 0) if width else _vocab_size(options, rows)
@@ -209,7 +209,7 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
 
 
 def _padding_advice(precision: str) -> str:
-    """Return the end of the error message for rows that change with padding: the possible causes."""
+    """Return advice for the error that padding changes the hidden states. The advice lists possible causes."""
     advice = (
         "possible causes: the model ignores its attention mask or a part of the mask; the model was exported for "
         "training (without model.eval())"

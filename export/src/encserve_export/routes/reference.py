@@ -53,7 +53,8 @@ def export_reference(
     Raises:
         ConfigError: A size is out of range; see `check_sizes`.
         VocabularyError: The model takes token ids, but its vocab_size is less than 1.
-        TokenizerError: The tokenizer has ids that the model does not have, or the model takes vectors.
+        TokenizerError: The tokenizer has ids that the model does not have. Or the model takes vectors, so it cannot
+            have a tokenizer.
         ParityError: Padding changes the outputs, or every graph's outputs differ too much for this precision.
         UnsupportedModelError: No PyTorch exporter can write the model.
         BundleError: The bundle cannot be written; see its subclasses.
@@ -97,7 +98,8 @@ def check_sizes(
     Raises:
         ConfigError: A number is out of range, or a model that takes vectors has a vocab_size or pad_token_id.
         VocabularyError: The model takes token ids, and `vocab_size` is less than 1.
-        TokenizerError: The tokenizer has ids that the model does not have, or the model takes vectors.
+        TokenizerError: The tokenizer has ids that the model does not have. Or the model takes vectors, so it cannot
+            have a tokenizer.
     """
     if max_sequence_tokens < 1:
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {max_sequence_tokens}")
@@ -173,7 +175,9 @@ def _inspection_remark(reference: Reference, exporter: Exporter, failures: list[
     if exporter == "tracing with inspection":
         return ""
     reason = (
-        failures[0] if reference.inspection is not None else "the model gives no hidden states and attention weights"
+        failures[0]
+        if reference.inspection is not None
+        else "the model does not return the hidden states and attention weights of all blocks"
     )
     return f"not possible: {reason}"
 
@@ -188,7 +192,7 @@ def _check_rows(
     except OnnxRunError as error:
         if precision == "float32":
             raise
-        raise ParityError(f"{error}, in {precision}; float32 is exact") from error
+        raise ParityError(f"{error}, in {precision}. Export in float32 instead") from error
     shape = manifest_pb2.EncoderShape()
     shape.CopyFrom(reference.shape)
     shape.d_model = encoder.d_model

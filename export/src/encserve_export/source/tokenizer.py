@@ -28,7 +28,10 @@ OLDER_FILES = (
 _SPACE = "▁"  # SentencePiece's mark for a space
 # Characters that few vocabularies have, and a word that is too long for WordPiece.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
-_ADVICE = f"put a {FILE} there, or remove the tokenizer's files; without a tokenizer, the model takes only token ids"
+_ADVICE = (
+    f"Add a {FILE} to the model's folder, or remove the tokenizer's files. Without a tokenizer, the model takes only "
+    "token ids"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +71,15 @@ class TokenizerFile:
         if largest_id >= vocab_size:
             raise TokenizerError(
                 f"{self.made_of or self.path} gives token ids up to {largest_id} "
-                f"({tokenizer.id_to_token(largest_id)!r}); the model's vocab_size is {vocab_size}: the tokenizer "
-                "belongs to another model. Put the model's own tokenizer there"
+                f"({tokenizer.id_to_token(largest_id)!r}), but the model's vocab_size is {vocab_size}. The tokenizer "
+                "belongs to another model. Replace this file by the model's own tokenizer"
             )
 
     def remark(self, vocab_size: int) -> str:
-        """Return a remark that lists the added tokens with an id of `vocab_size` or more; empty without such tokens."""
+        """Return a remark that lists the added tokens with an id of `vocab_size` or more.
+
+        The remark is empty if there are no such tokens.
+        """
         tokens = [repr(token) for i, token in sorted(self.added_tokens.items()) if i >= vocab_size]
         if not tokens:
             return ""
@@ -107,8 +113,8 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
         tokenizer.encode(_UNKNOWN)
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(
-            f"{made_of or path} fails for texts with unknown characters or words: {error}. Give its model an unk_token "
-            "that is in its vocabulary"
+            f"{made_of or path} fails for texts with unknown characters or words: {error}. Set the "
+            "tokenizer's unk_token to a token of the vocabulary"
         ) from error
     added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     return TokenizerFile(path, max([*ids, *around_text]), around_text, added, split_special_tokens, made_of)
@@ -140,7 +146,7 @@ def import_transformers() -> Any:
 
 
 def tokenizer_source(directory: Path) -> Path | None:
-    """Return the file that a directory's tokenizer is loaded from; None without a tokenizer."""
+    """Return the file from which a directory's tokenizer is loaded. Return None if there is no tokenizer."""
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
 
 
@@ -164,12 +170,12 @@ def load_tokenizer(directory: Path) -> Any:
         )
     except Exception as error:  # the code that converts older files may raise any exception
         raise TokenizerError(
-            f"transformers cannot make a tokenizer from the files in {directory}: {first_line(error)}; {_ADVICE}"
+            f"transformers cannot make a tokenizer from the files in {directory}: {first_line(error)}. {_ADVICE}"
         ) from error
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
         raise TokenizerError(
             f"transformers cannot make a tokenizer from the files in {directory}: the vocabulary has only special "
-            f"tokens; {_ADVICE}"
+            f"tokens. {_ADVICE}"
         )
     return tokenizer
 
@@ -191,7 +197,7 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
             f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs only in Python and cannot be "
-            f"written as a {FILE}; {_ADVICE}"
+            f"written as a {FILE}. {_ADVICE}"
         )
     written = Tokenizer.from_str(backend.to_str())
     written.no_truncation()

@@ -204,8 +204,8 @@ def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
 def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
     """Return all state dicts in a file's content. The key of each is its path, such as "model.state_dict".
 
-    The state dicts are under the keys of `_CONTAINERS`. Without such keys, the content itself is the state dict if it
-    holds only tensors.
+    The state dicts are under the keys of `_CONTAINERS`. If there are no such keys, the content may be a state dict
+    itself. It must then hold only tensors.
     """
     if not isinstance(content, dict):
         return {}

@@ -93,7 +93,7 @@ def _problems_of_numbers(info: ModelInfo, options: Options) -> Iterator[tuple[st
         if output.dimensions is None:
             continue
         if output.kind == "sparse":
-            yield "dimensions", " must not be given for kind='sparse': weights over the vocabulary are not in order"
+            yield "dimensions", " must not be given for the kind 'sparse': weights over the vocabulary are not in order"
         uncut = replace(info, default_dimensions=0).width(replace(output, dimensions=None))
         if output.dimensions > uncut:
             yield "dimensions", f" must be at most {uncut}, the width of model {info.name}; was {output.dimensions}"

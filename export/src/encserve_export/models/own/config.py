@@ -27,7 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The sizes and settings of an `Encoder`. A new configuration is checked at once.
+    """The sizes and settings of an `Encoder`. The constructor checks all fields.
 
     If a new checkpoint layout needs a setting, add a field. The field's default must not change the outputs of earlier
     layouts.
@@ -136,11 +136,13 @@ class EncoderConfig:
                 if getattr(self, name):
                     raise ConfigError(f"{name} must be 0 if the input is embeddings; was {getattr(self, name)}")
             if self.scale_embedding:
-                raise ConfigError("scale_embedding must be false: embeddings as input are used unchanged")
+                raise ConfigError(
+                    "scale_embedding must be false if the input is embeddings, because the encoder uses them unchanged"
+                )
         elif self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
         elif self.pad_token_id >= self.vocab_size:
-            raise ConfigError(f"pad_token_id must be < vocab_size; was {self.pad_token_id} >= {self.vocab_size}")
+            raise ConfigError(f"pad_token_id must be less than vocab_size, {self.vocab_size}; was {self.pad_token_id}")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
         if self.position == "none" and self.position_offset:

@@ -273,8 +273,8 @@ class Encoder(nn.Module):
         Args:
             inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model). The padding on the right may be
                 any valid id or any finite numbers.
-            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding. A token with 2 gets a hidden state, but no
-                other token attends to this token. The batch has at least one token.
+            attention_mask: int64 (batch, seq): 1 for a token, 0 for padding. A token with a mask of 2 gets a hidden
+                state, but no other token attends to this token. The batch has at least one token.
 
         Returns:
             The last hidden state, (batch, seq, d_model). A token's hidden state depends only on the token's own

@@ -14,8 +14,8 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
 
     Weight matrices are Xavier-uniform (Glorot & Bengio 2010). Biases are 0, and every LayerNorm is the identity.
 
-    Token embeddings and learned positions are normally distributed. At the input of the first block, their variance is
-    1, and the mean square of sinusoidal positions is 0.5. So neither tokens nor positions dominate the sum.
+    Token embeddings and learned positions are normally distributed. Each of the two has variance 1 at the input of the
+    first block. Sinusoidal positions have a mean square of 0.5. So neither tokens nor positions dominate the sum.
     """
     encoder = Encoder(config)
     random = torch.Generator().manual_seed(seed)

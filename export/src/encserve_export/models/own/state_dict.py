@@ -136,7 +136,7 @@ def find_encoder(
         known |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
         if embeddings is not None:
             raise EmbeddingTableError(
-                f"the input is embeddings, so --embeddings {embeddings.name} is unused; remove it"
+                f"the model takes vectors, so it needs no embedding table: remove --embeddings {embeddings.name}"
             )
         if table is not None:
             remarks.append(f"{table.name} is left out: the input is embeddings")
@@ -168,16 +168,17 @@ def _find_stack(tensors: Mapping[str, Tensor], name: str | None) -> Stack:
     layouts = list(known.values()) if name is None else [known[name]]
     stacks = [stack for layout in layouts for stack in layout.find_stacks(tensors)]
     if not stacks:
-        markers = "; ".join(f"{layout.name} by {re.sub('{[a-z]+}', 'N', layout.marker)}" for layout in layouts)
+        markers = ", ".join(f"{re.sub('{[a-z]+}', 'N', layout.marker)} ({layout.name})" for layout in layouts)
         raise UnknownLayoutError(
-            f"no known layout has these names: {_patterns(tensors)}. Looked for {markers}. If only names differ, give "
-            "--rename OLD=NEW. For any other module, use `encserve-export module FILE.py:FACTORY` or export_module. "
-            "For a Hugging Face directory, use `encserve-export hf`"
+            f"no known layout has these names: {_patterns(tensors)}. The exporter recognises these names: {markers}. "
+            "If only names differ, give --rename OLD=NEW. For any other module, use `encserve-export module "
+            "FILE.py:FACTORY` or export_module. For a Hugging Face directory, use `encserve-export hf`"
         )
     if len(stacks) > 1:
         places = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
         raise UnsupportedModelError(
-            f"the checkpoint holds {len(stacks)} stacks ({places}); save the encoder alone, or choose one with --layout"
+            f"the checkpoint holds {len(stacks)} stacks of encoder blocks ({places}). Save the encoder alone, or "
+            "choose a layout with --layout"
         )
     return stacks[0]
 
@@ -241,7 +242,7 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
 
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
-    """Return the position table as (rows, d_model); None without a table. A batch axis of length 1 is removed."""
+    """Return the position table as (rows, d_model), without a batch axis. Return None if there is no such table."""
     # If several names match, this function takes the first name. `_check_names` refuses the other names as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
@@ -281,8 +282,8 @@ def _judge_positions(positions: Table, settings: Mapping[str, Any]) -> tuple[Pos
         return "sinusoidal", f"{positions.name} is the sinusoid ({figures}) and is computed again in float64"
     if settings.get("position") == "sinusoidal":
         raise ConfigError(
-            f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}); remove the "
-            "field to use the rows of the table"
+            f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}). To use the "
+            f"rows of {positions.name}, remove position from --config"
         )
     kind = "the sinusoid" if is_sinusoid else "not the sinusoid"
     return "learned", f"{positions.name} is {kind} ({figures}); its rows are used"
@@ -322,8 +323,8 @@ def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mappin
     missing = [f"{name} ({', '.join(choices)})" for name, choices in needed.items() if name not in settings]
     if missing:
         raise ConfigError(
-            f"the weights, in the layout {layout.name}, do not show {'; '.join(missing)}: give each in the JSON file "
-            "of --config"
+            f"weights in the layout {layout.name} do not show {'; '.join(missing)}: give each of these fields in the "
+            "JSON file of --config"
         )
     return {"merge_heads": layout.merge_heads, **settings, **known}
 

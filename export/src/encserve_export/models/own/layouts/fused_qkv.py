@@ -1,8 +1,8 @@
 """Layout with one `nn.Linear` for Q, K and V, such as `layers.0.attention.qkv_layer.weight`.
 
-The rows of this weight are ordered by head. The model code of these checkpoints merges the heads by a reshape from
-(batch, heads, seq, d_k) to (batch, seq, d_model), without the usual transpose. So `merge_heads` is "reshape" by
-default. A model that was trained with the transpose needs `"merge_heads": "transpose"` in --config.
+The rows of this weight are ordered by head. The model code of these checkpoints merges the heads without the usual
+transpose. The code reshapes (batch, heads, seq, d_k) directly to (batch, seq, d_model). So `merge_heads` is "reshape"
+by default. A model that was trained with the transpose needs `"merge_heads": "transpose"` in --config.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear

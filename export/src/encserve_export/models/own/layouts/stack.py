@@ -116,7 +116,7 @@ class Stack:
     final_norm: bool
 
     def sources(self, layer: int, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names that the weight and the bias of one part of a block have in the checkpoint."""
+        """Return the checkpoint's names for the weight and for the bias of one part of a block."""
         names, prefix = self.layout.parts[part], self.root + self.layout.block
         return self._filled(prefix, names.weight, layer), self._filled(prefix, names.bias, layer)
 
