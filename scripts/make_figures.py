@@ -85,7 +85,12 @@ def versions_of(packages: Mapping[str, str]) -> str:
 
 
 def sides(report: Report, ours: str = "", ours_name: str = "") -> str:
-    """Return the table of a comparison. If `ours` names a side, a column has the ratio of `ours` to each side."""
+    """Return the table of a comparison.
+
+    Each row is a side: one way to run the workload, for example a program. The ceiling is the side that runs only the
+    inference engine, with batches sorted by length. If `ours` names a side, one column has the ratio of `ours` to the
+    side of each row.
+    """
     found = report["sides"].values()
     has_p50 = any(side["p50_seconds"] for side in found)
     head = ["side", "tokens/s", "ratio to the ceiling"]
@@ -112,7 +117,10 @@ def peers(report: Report) -> str:
 
 
 def rerank(report: Report) -> str:
-    """Return the table of the comparison of cross-encoders, and the latency of another caller's query."""
+    """Return the table of the comparison of cross-encoders, and sentences about one more caller.
+
+    This caller ranks one document, first alone, and then during the load of the 16 callers.
+    """
     text = sides(report, "encserve-grpc", "encserve over gRPC")
     if query := report["query_seconds"]:
         text += (
@@ -147,7 +155,7 @@ def chart(report: Report) -> str:
 
 
 def ratio(report: Report) -> str:
-    """Return encserve's ratio to the ceiling."""
+    """Return the ratio of encserve's throughput to the ceiling's throughput."""
     return f"{report['sides'][_OURS]['ratio_to_ceiling']['median']:.2f}"
 
 
@@ -178,7 +186,7 @@ def _shown(field: str, number: float) -> str:
 def _points(
     report: Report, part: str, by: str, head: str, rows: Mapping[str, str], columns: Sequence[Any] | None = None
 ) -> str:
-    """Return a table of a part of bench/scaling.py, and its caption.
+    """Return a table of one part of the report of bench/scaling.py, and the caption of the table.
 
     The table has a row for each figure, and a column for each measured point of `columns`. If `columns` is None,
     each point has a column.
@@ -245,7 +253,7 @@ def exports(report: Report) -> str:
 
 
 def bulk(report: Report) -> str:
-    """Return the table that compares a job over files with the ceiling and with sentence-transformers."""
+    """Return the table of a job over files. The other sides are the ceiling and sentence-transformers."""
     return sides(report, "job", "the job in float32")
 
 

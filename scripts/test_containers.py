@@ -158,8 +158,8 @@ class Load:
 
     Attributes:
         answered: The number of replies with hidden states of the right shape.
-        failed: The number of failed calls by reason. A reason is an error's name, or a text with the wrong shape of the
-            hidden states.
+        failed: The number of failed calls by reason. A reason is an error's name, or a message that
+            gives the wrong shape of the hidden states.
     """
 
     def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
@@ -233,7 +233,7 @@ def check_one_server(engine: Engine, services: list[str]) -> None:
     step("the server's container is confined: user, file system, capabilities, no torch, no compiler")
     done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
     expect(done.returncode == 0, f"the container {done.stderr}")
-    step("Prometheus has scraped the server")
+    step("check that Prometheus scrapes the server")
     until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "Prometheus scrapes the server", 60)
     until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total is above 0", 60)
     step("docker compose up again: the model exists, so the service export writes nothing")

@@ -31,7 +31,7 @@ def make_parser(
     parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, metavar="DIRECTORY", help=checkpoint_help)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seed", type=int, default=0)
-    patience_help = "the limit of the total time for repeating runs that other processes disturbed"
+    patience_help = "how long, in total, the program may repeat runs that other processes disturbed"
     parser.add_argument("--patience", type=float, default=patience, metavar="SECONDS", help=patience_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser

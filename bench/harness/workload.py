@@ -85,11 +85,11 @@ def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workl
     texts, sequences = [], []
     for length in lengths:
         if length <= special:
-            raise ValueError(f"a text needs more than {special} tokens, because {special} are special; was {length}")
+            raise ValueError(f"each length must be more than {special}, the number of special tokens; was {length}")
         texts.append(" ".join(words[index] for index in rng.integers(0, len(words), length - special)))
         ids: TokenIds = np.array(tokenizer.encode(texts[-1]).ids, np.int64)  # (seq,)
         if len(ids) != length:
-            raise ValueError(f"expected {length} tokens but the tokenizer made {len(ids)} of {texts[-1][:60]!r}")
+            raise ValueError(f"expected {length} tokens but the tokenizer made {len(ids)} from {texts[-1][:60]!r}")
         sequences.append(ids)
     return Workload(sequences, texts)
 

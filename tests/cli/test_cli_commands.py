@@ -385,7 +385,10 @@ async def test_metadata_of_every_call(service: FakeEncoder) -> None:
 
 
 async def test_connection_options_after_the_command(service: FakeEncoder) -> None:
-    """The connection options may follow the command. They override options before the command, and variables."""
+    """The connection options may follow the command.
+
+    They override environment variables and the options before the command.
+    """
     after = ["--target", service.target, "--metadata", "x-team=search", "--timeout", "20"]
     for before in ([], ["--target", "127.0.0.1:1", "--metadata", "x-team=other", "--api-key", "secret"]):
         call = [*before, "embed", "one", *after]

@@ -36,7 +36,8 @@ def cluster() -> Iterator[SmallCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")  # the cluster must not use the developer's own Ray token
-        patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent), prepend=os.pathsep)  # actors import it
+        # The actors import ray_sources.
+        patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent), prepend=os.pathsep)
         with closing(SmallCluster(3)) as made:
             yield made
 
@@ -65,7 +66,7 @@ def embed(
 ) -> JobSummary:
     """Run a job with parts of 5 rows.
 
-    Each time a part is finished, `on_parts` is called with the number of finished parts and the job.
+    Each time the number of finished parts grows, `on_parts` is called with this number and the job.
     """
     job = EmbedJob(inputs, str(output), backend, read=ReadOptions(), make=MakeOptions("mean"), part_rows=5)
     seen = -1
@@ -126,7 +127,7 @@ def test_an_actor_with_another_model_ends_the_job(tmp_path: Path, corpus: list[s
     embed(corpus, tmp_path / "out", FakeBackend(fingerprint_of=tmp_path))
     for part in (tmp_path / "out").glob("part-*"):
         part.unlink()
-    (tmp_path / "out" / "part-00000-000000.parquet").touch()  # with a part, the job continues
+    (tmp_path / "out" / "part-00000-000000.parquet").touch()  # a job with a part keeps its plan and its fingerprint
 
     class Changed(RayBackend):
         """A backend whose model gets another fingerprint after the first actor has loaded the model."""

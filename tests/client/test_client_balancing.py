@@ -129,7 +129,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call ran after the restart, so the client must reconnect without a call
+        await stop(other)  # no call runs before `other` stops, so the client must reconnect by itself
         await call_until(client, lambda: answered(again) > 20)
 
 

@@ -1,7 +1,7 @@
 """The server returns the same hidden states as PyTorch, for sequences of any length, alone and in batches.
 
 Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint is a checkpoint in tests/data with stored outputs.
-The authors' code computed these outputs. In this file, golden checkpoints get vectors as inputs.
+The model's original code computed these outputs. In this file, golden checkpoints get vectors as inputs.
 tests/export/test_export_graph.py tests golden checkpoints with token ids.
 """
 

@@ -196,7 +196,7 @@ def test_texts_with_an_added_token_without_an_embedding_are_refused(modules: boo
     exported = export(tmp_path / "directory", pooling=None if modules else "mean")
     vocab_size = exported.manifest.encoder.vocab_size
     assert vocab_size == len(SPECIAL) + len(WORDS)
-    assert "no row for the added tokens '<image>'" in exported.notes["remark"]
+    assert "no embedding for the added tokens '<image>'" in exported.notes["remark"]
     with Embedder(exported.path, tune_batches=False) as embedder:
         assert embedder.embed(["the cat", "< image >"]).shape == (2, 24)
         with pytest.raises(InvalidField, match=f"holds '<image>', token {vocab_size}; the vocabulary of m ends at"):

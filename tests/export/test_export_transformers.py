@@ -1,7 +1,7 @@
-"""Exports of models of transformers.
+"""Tests of exports of models that the library transformers loads.
 
-The bundle must return the hidden states and the attention weights of transformers. If this is not possible, the export
-must fail with advice.
+The bundle must return the same hidden states and attention weights as transformers. If this is not possible, the
+export must fail with advice.
 """
 
 from pathlib import Path
@@ -267,7 +267,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
-    """Export a directory without weights for transformers, and expect that the ONNX file is exported.
+    """Remove the weights that transformers loads, and expect that the ONNX file is exported.
 
     Some directories on the hub have only config.json and onnx/model.onnx.
     """

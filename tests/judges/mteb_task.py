@@ -1,4 +1,4 @@
-"""Describes the small tasks of the MTEB judges. The tasks need no download."""
+"""Makes the metadata of the small tasks of mteb_judge.py and mteb_ranks.py. The tasks need no download."""
 
 from typing import Any
 

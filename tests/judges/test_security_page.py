@@ -47,7 +47,7 @@ def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in code_blocks((ROOT / "docs/how-to" / page).read_text(), "sh", "python", "toml"):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # a server with callers.toml does not start with ENCSERVE_API_KEY
+                exported.clear()  # a server with --callers refuses ENCSERVE_API_KEY
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()

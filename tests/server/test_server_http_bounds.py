@@ -257,7 +257,7 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 
 async def test_a_new_connection_replaces_a_silent_one(start_server: StartServer) -> None:
-    """At the limit of connections, a new connection replaces the oldest connection without an accepted call."""
+    """At the limit of connections, a new connection replaces the oldest connection that has had no accepted call."""
     server = await start_server(http_port=0, max_connections=4)
     async with contextlib.AsyncExitStack() as stack:
         known_reader, known_writer = await stack.enter_async_context(raw(server))
@@ -329,7 +329,7 @@ async def test_a_large_body_within_the_limits_is_answered(shared: FakeServer) ->
 
 @pytest.mark.parametrize("inputs", [["hello " * 1000] * 100, [list(range(1000, 2000))] * 100])
 async def test_a_large_body_is_decoded_in_turns(inputs: list[Any]) -> None:
-    """Other requests run after each 64 KiB of inputs. The byte budget counts the decoded inputs."""
+    """After each 64 KiB of inputs, the decoder lets other requests run. The byte budget counts the decoded inputs."""
     body = json.dumps({"inputs": inputs}).encode()
     held: list[int] = []
     decoding = asyncio.create_task(

@@ -74,7 +74,7 @@ def test_the_log_is_json_after_nonsense_and_closed_connections(tmp_path: Path) -
                 for abruptly in (False, True):
                     with socket.create_connection(("127.0.0.1", port)) as connection:
                         connection.settimeout(0.1)
-                        if abruptly:  # closing the connection then sends a TCP reset
+                        if abruptly:  # with this option, close() sends a TCP reset
                             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                         connection.sendall(data)
                         if not abruptly:

@@ -312,7 +312,7 @@ async def test_a_short_text_does_not_wait_for_a_long_text(tokenizer: TextTokeniz
 
 
 async def test_the_first_of_several_bad_inputs_is_refused(tokenizer: TextTokenizer) -> None:
-    """Each text exceeds the limit of one piece, 8 KiB. So each text is tokenized alone."""
+    """A thread tokenizes inputs of at most 8 KiB at a time. Each text is longer, so it is tokenized alone."""
     checker = checker_of(tokenizer)
     rules = checker.rules(LengthLimit(2000, "max_sequence_tokens of m"))
     fits, too_long = "hello world " * 900, "hello world " * 1100
@@ -353,7 +353,10 @@ PANICS = "a" * 30 + "b"
 
 
 def test_a_text_that_makes_the_tokenizer_panic_fails_alone(panicking_file: Path) -> None:
-    """For a panic in Rust code, PyO3 raises a BaseException that is not an Exception. KeyboardInterrupt is similar."""
+    """For a panic in Rust code, PyO3 raises a BaseException that is not an Exception.
+
+    KeyboardInterrupt is not an Exception either.
+    """
     tokenizer = TextTokenizer(panicking_file, FairThreadPool(1), 2**20)
     before, panicked, after = tokenizer.tokenize(["hello", PANICS, "world"], LONGEST, details=False)
     assert isinstance(before, TokenSequence)
@@ -421,7 +424,7 @@ def test_a_file_that_the_library_cannot_load_is_refused(
 
 @given(st.integers(0, 2**32 - 1))
 def test_a_varint_is_that_of_protobuf(number: int) -> None:
-    """The lengths of large replies have up to five bytes."""
+    """The length of a large reply is a varint of up to five bytes."""
     written = pb.SequenceInfo(token_count=number).SerializeToString()
     assert written == (b"\x08" + wire.varint(number) if number else b"")
 

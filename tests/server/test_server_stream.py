@@ -80,7 +80,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
 
 
 async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes that are not a message end the stream with an error, even if replies to earlier requests are pending."""
+    """Send bytes that are not a message. The stream must end with an error, even if replies are still pending."""
     for good in [0, 1] * 20:
         stream = Stream(server)
         for i in range(good):

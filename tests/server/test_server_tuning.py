@@ -1,4 +1,4 @@
-"""Tests of the batch budget, which is the number of tokens of a batch.
+"""Tests of the batch budget, which is the maximum number of tokens in a batch.
 
 They check how the server measures and chooses the budget, and how it stores the measurements.
 """
@@ -40,7 +40,10 @@ class Device:
     has_wide_session = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Set the function that returns the seconds of a run from the padded tokens and the run's number (1, 2, …)."""
+        """Set the function that returns the seconds of a run.
+
+        Its arguments are the number of padded tokens and the number of the run (1, 2, …).
+        """
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0

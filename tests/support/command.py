@@ -51,7 +51,8 @@ async def encserve(
 def check_advice(arguments: Sequence[str], problem: str) -> None:
     """Check that a command has every option that its error output names.
 
-    The output may name options of another command in backticks, and options that the caller has given.
+    Options in backticks are not checked, because they may belong to another command. Options in `arguments` are
+    always allowed.
     """
     command = next((cli.commands[it] for it in arguments if it in cli.commands), cli)
     known = {name for it in (*command.params, *cli.params) for name in it.opts} | {"--help", *arguments}

@@ -12,7 +12,7 @@ _TYPE_A, _CLASS_IN = 1, 1
 
 
 class DnsServer:
-    """Answers each question for A records with one record for each address. Other answers have no records.
+    """Answers each question for A records with one record for each address. Answers to other questions have no records.
 
     Attributes:
         addresses: The addresses for the next answers.

@@ -27,7 +27,7 @@ def ticket_of(
     done: Future[None] = Future()
     ticket = Ticket(
         sequences,
-        done,  # type: ignore[arg-type] # the queue calls only methods that this class has too
+        done,  # type: ignore[arg-type] # the queue calls only methods that both Future classes have
         len(sequences),
         caller=caller,
         priority=priority,

@@ -76,7 +76,7 @@ def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Pat
         example = _example(_ROWS, 2, _ROWS_COMPARED // 2, shape.d_model)  # (batch, seq, d_model)
         example[_MASK] = torch.ones(example[_ROWS].shape[:2])  # (batch, seq)
         example[_MASK][1, 2:] = 0
-    width = _write(head.module, example, folder / SPARSE_FILE, "the modules over the vocabulary", sparse=True)
+    width = _write(head.module, example, folder / SPARSE_FILE, "the modules of the sparse weights", sparse=True)
     return manifest_pb2.Sparse(
         file=SPARSE_FILE,
         rows_name=_ROWS,
@@ -123,7 +123,9 @@ def _write(
     sparse: bool = False,
     small: bool = False,
 ) -> int:
-    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of the output, (n, width).
+    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of the output.
+
+    The shape of the output is (n, width).
 
     Args:
         module: The module.
@@ -153,8 +155,8 @@ def _write(
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
     (got,) = open_session(path).run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
-    # The relative error divides by the norm of a row. The sparse weights of one token, or its only logit, may be almost
-    # 0. So all numbers of the example are compared as one row.
+    # The relative error divides by the norm of a row. The sparse weights of a row, or the only logit of a row, may be
+    # almost 0. So all numbers of the example are compared as one row.
     got, want, own = (it.reshape(1, -1) if sparse or small else it for it in (got, float64.numpy(), float32.numpy()))
     float32_error = relative_error(own, want)
     bounds = Bounds(error=tolerance_for(HEAD_TOLERANCE, float32_error))

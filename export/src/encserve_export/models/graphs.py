@@ -3,8 +3,8 @@
 The served graph computes the last hidden states. If the model has an `Inspection`, a second graph returns the hidden
 states and the attention weights of all blocks. The server uses the second graph for inspections.
 
-The model is traced once, with all outputs. The served graph is the part of this trace that computes the last hidden
-states. So both graphs compute the same numbers and share one file of weights.
+For two graphs, the model is traced once, with all outputs. The served graph is the part of this trace that computes
+the last hidden states. So both graphs compute the same numbers and share one file of weights.
 """
 
 import dataclasses

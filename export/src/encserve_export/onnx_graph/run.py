@@ -158,7 +158,7 @@ def _file_error(error: Exception, path: Path, problem: str) -> OnnxFileError:
     return OnnxFileError(
         f"{problem}: {_message(error).replace(f'{path.parent}/', '')}. The installed versions are onnx "
         f"{onnx.__version__} and ONNX Runtime {onnxruntime.__version__}. If an operator or a version is unknown, "
-        "export the model with standard operators and an older opset, or install newer packages here and for the "
+        "export the model with standard operators and an older opset. Or install newer packages here and for the "
         "server. Custom operators are not supported"
     )
 

@@ -84,7 +84,7 @@ class TokenizerFile:
         if not tokens:
             return ""
         listed = ", ".join([*tokens[:5], f"and {len(tokens) - 5} more"] if len(tokens) > 5 else tokens)
-        return f"the model has no row for the added tokens {listed}: a text that contains one of them is refused"
+        return f"the model has no embedding for the added tokens {listed}: a text that contains one of them is refused"
 
 
 def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: Path | None = None) -> TokenizerFile:
@@ -93,7 +93,7 @@ def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: P
     Args:
         path: The file.
         split_special_tokens: Whether special tokens in a text are split into tokens like other text.
-        made_of: The file of the checkpoint that this file was made from, if any.
+        made_of: The checkpoint's file from which `path` was made. None if `path` is the checkpoint's file.
 
     Raises:
         TokenizerError: The file is unreadable, its vocabulary is empty, its ids are random (BPE dropout), or it fails
@@ -186,7 +186,7 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
     Args:
         tokenizer: A PreTrainedTokenizerBase, or a tokenizers.Tokenizer.
         path: The tokenizer.json to write.
-        made_of: The file of the checkpoint that the tokenizer was made from, for errors.
+        made_of: The checkpoint's file from which `tokenizer` was loaded. Error messages name this file.
         add_special_tokens: Whether the file adds special tokens around a text. False for a model with a chat template
             and for static embeddings.
 
