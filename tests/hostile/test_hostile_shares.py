@@ -192,9 +192,9 @@ def is_slow(outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in ROWS.items()])
 def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
-    """All calls of b succeed. The 99th percentile of b's latency is at most 3 times as high as in the
-    control, or below `LEAST_ALLOWED_MS`.
+    """All calls of b succeed, and b's latency stays low.
 
+    The 99th percentile of this latency is at most 3 times as high as in the control, or below `LEAST_ALLOWED_MS`.
     If b is too slow, repeat the control and the attack once, because the machine may be busy.
     """
     row.write_model(tmp_path)
