@@ -166,7 +166,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
 
 
 def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
-    """A name for a node's operation, and the operation's result for this weight; None if the node must stay."""
+    """Returns a name for a node's operation, and the operation's result for the weight; None if the node must stay."""
     if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
         return "transpose", weight.T
     if node.op_type == "Gather" and node.input[1] in indices and not any(it.i for it in node.attribute):
