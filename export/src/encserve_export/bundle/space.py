@@ -64,7 +64,7 @@ MANIFEST_IGNORED = {
     "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
     "encoder", "graph", "head", "inspect_graph", "similarity",
 }  # fmt: skip
-# Fields of nested messages, at any depth, that are ignored for the same reasons.
+# Fields of nested messages, at any depth, that are ignored for the same reasons as the fields above.
 MESSAGE_IGNORED = {
     "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
     "special_token_ids", "takes_empty", "similarity", "labels",

@@ -1,8 +1,8 @@
 """Compares a bundle's token ids and logits of pairs and texts with the outputs of sentence-transformers.
 
 The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. The logits of
-sentence-transformers are computed in float32, and in float64 if the model runs in float64. The difference between both
-shows how much rounding changes the logits of this model on this CPU.
+sentence-transformers are computed in float32, and in float64 if the model runs in float64. The difference between the
+two results shows how much rounding changes the logits of this model on this CPU.
 """
 
 import dataclasses

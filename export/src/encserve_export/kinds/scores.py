@@ -52,7 +52,7 @@ class EncoderStub(nn.Module):
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.pooler = getattr(encoder, "pooler", None)
-        self.pooler_activation = getattr(encoder, "pooler_activation", None)  # only ALBERT has this
+        self.pooler_activation = getattr(encoder, "pooler_activation", None)  # only ALBERT has this attribute
         self.rows: Tensor | None = None
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:

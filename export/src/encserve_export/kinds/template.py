@@ -105,7 +105,7 @@ def _kept_end(transformer: Any, plain: list[int], other: list[int]) -> int:
     """Return how many tokens of the template stay at the end of a text that is too long and is truncated.
 
     `plain` and `other` are the ids of two different texts in the template. The template added the equal ids at the end
-    of both.
+    of both lists.
     """
     keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
     return _common_end(plain, other) if keeps_end else 0

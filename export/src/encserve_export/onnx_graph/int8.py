@@ -167,7 +167,8 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
         rows: (n, k).
 
     Returns:
-        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1). The product of both approximates `rows`.
+        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1). The product of integers and scales approximates
+        `rows`.
     """
     scales = np.abs(rows).max(axis=1, keepdims=True) / 127  # (n, 1)
     scales = np.where(scales == 0, 1, scales).astype(np.float32)  # (n, 1)

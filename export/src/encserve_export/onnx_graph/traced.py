@@ -42,8 +42,8 @@ def trace(
     """
     with quiet():
         # `quiet` hides two kinds of warnings: this exporter is deprecated, and tracing may misread transformers' code.
-        # Both can be ignored: the version of torch is pinned, and every graph is compared with PyTorch afterwards. The
-        # newer exporter takes six times as long, and its graphs are not faster.
+        # Both kinds can be ignored: the version of torch is pinned, and every graph is compared with PyTorch
+        # afterwards. The newer exporter takes six times as long, and its graphs are not faster.
         torch.onnx.export(
             module,
             arguments,
