@@ -112,7 +112,7 @@ def _take_out_weights(model: onnx.ModelProto) -> dict[str, TensorProto]:
 def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> None:
     """Puts back the weights that `_take_out_weights` returned, in the types that the converted graph declares.
 
-    The weights are loaded one by one, which takes less memory.
+    Weights that change their type are loaded one by one, which takes less memory.
     """
     for tensor in model.graph.initializer:
         source = weights.get(tensor.name)
