@@ -1,4 +1,4 @@
-"""The command line: `encserve-export hf`, `checkpoint`, `module`, `onnx` and `init`."""
+"""Defines the command line: `encserve-export hf`, `checkpoint`, `module`, `onnx` and `init`."""
 
 import functools
 import importlib.util
@@ -47,7 +47,8 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
     """Turn an export function into a command.
 
     The export function gets a `target` and a `progress` callback. The decorator adds the options of the target. The
-    command prints each step on stderr, the report on stdout, and an error of the export without a traceback.
+    command prints each step on stderr, and the report on stdout. If the export fails, the command prints the error text
+    without a traceback.
     """
 
     @functools.wraps(command)
@@ -111,7 +112,7 @@ _precision_option = click.option(
     show_default=True,
     help="The precision of the weights and of the computation: float16 for GPUs, int8 for CPUs.",
 )
-# The help lists the names of poolings that clients use. The option also accepts sentence-transformers' names.
+# The help lists only the names that clients use for poolings. The option also accepts sentence-transformers' names.
 _pooling_option = functools.partial(
     click.option,
     "--pooling",
@@ -190,7 +191,7 @@ def hf(
     if is_directory and revision is not None:
         raise click.UsageError(f"--revision is for a model on the hub; {source} is a directory")
     owner = source.partition("/")[0]
-    if not is_directory and revision is None and Path(owner).is_dir():  # the name is probably a typing error
+    if not is_directory and revision is None and Path(owner).is_dir():  # probably a misspelt directory
         raise ConfigError(
             f"no directory {source}, but a directory {owner}. For the model on the hub, add --revision main"
         )
@@ -400,7 +401,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = imported  # as `import` does: dataclasses look up their module in sys.modules
-    sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
+    sys.path.insert(0, str(path.resolve().parent))  # then FILE.py can import files of its folder, like a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):
         raise click.UsageError(f"{path} defines no {function}")
@@ -411,7 +412,7 @@ def _make_module(factory: str) -> nn.Module:
 
 
 def _raise_on_termination() -> None:
-    """Make SIGTERM and SIGHUP raise an exception, like Ctrl-C. Then the folder of the unfinished bundle is removed."""
+    """Make SIGTERM and SIGHUP raise an exception, as Ctrl-C does, so that the export removes the unfinished bundle."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -1,6 +1,6 @@
 """Writes the heads of a model as ONNX. A head computes the final vectors or scores from the encoder's output.
 
-A bundle may have four heads:
+A bundle may have up to four heads:
 
 - the modules after pooling,
 - the modules that compute vectors for MaxSim, which compares two texts by several vectors per text,
@@ -28,7 +28,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE, SCORES_FILE = "multi_vector.onnx", "sparse.onnx", "scores.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-# The number of example vectors for the comparison of a head. 32 sparse vectors of 250,000 weights take 32 MB.
+# Each head is compared with PyTorch on this many example vectors. 32 sparse vectors of 250,000 weights take 32 MB.
 _ROWS_COMPARED = 32
 
 
@@ -123,7 +123,7 @@ def _write(
     sparse: bool = False,
     small: bool = False,
 ) -> int:
-    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of the output.
+    """Write a module as ONNX, and compare the results with PyTorch in float64. Return the width of the output.
 
     The shape of the output is (n, width).
 

@@ -31,7 +31,7 @@ class Source:
     """The origin, the tokenizer and the pooling of a model, and the comparisons that the bundle must pass.
 
     Attributes:
-        kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" for `export_module`.
+        kind: The kind of the export: "hf", "checkpoint", "module", "onnx" or "init", as in the names of the commands.
         description: The model's class or type, shown to people, such as "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model turns texts into vectors.
@@ -95,8 +95,8 @@ def build_manifest(
         version: The model's version.
         model: The description of the encoder.
         source: The origin of the model.
-        parity: The result of the comparisons in ONNX Runtime, see `check.agreement`.
-        files: All files of the bundle, directly in its folder.
+        parity: The results of comparing hidden states, see `check.agreement`.
+        files: The paths of the bundle's files. No file is in a subfolder.
         heads: The graphs that run after the encoder, by manifest field: "head", "multi_vector", "sparse" or
             "scores".
 

@@ -15,9 +15,9 @@ The id does not depend on the exporter's version or on the export route. The exp
 exports a model: with transformers, or from the ONNX file. The id also does not depend on the names of ONNX nodes and
 values, or on the number of weight files.
 
-Models with equal vectors can have different ids. Each setting that the exporter does not know changes the id, even
-without an effect on vectors. docs/reference/space-id.md defines version s3 of the id. Vector indexes store ids, so a
-change of this definition needs a new prefix.
+Models with equal vectors can have different ids. A setting that the exporter does not know always changes the id, even
+if the setting does not affect vectors. docs/reference/space-id.md defines version s3 of the id. Vector indexes store
+ids, so a change of this definition needs a new prefix instead of s3.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ MANIFEST_IGNORED = {
     "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
     "encoder", "graph", "head", "inspect_graph", "similarity",
 }  # fmt: skip
-# Fields of nested messages, at any depth, that are ignored for the same reasons.
+# Fields of nested messages, at any depth, that are ignored for the same reasons as the fields above.
 MESSAGE_IGNORED = {
     "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
     "special_token_ids", "takes_empty", "similarity", "labels",
@@ -152,8 +152,7 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
 
     The hash of a value covers the operator that computes the value, and the hashes of the operator's inputs. So the
     result depends on operators, attributes, branches, opset versions and weights. It does not depend on names, the
-    order of nodes, or unused nodes. Functions that the model defines are hashed completely, including
-    their names.
+    order of nodes, or unused nodes. Functions that the model defines are hashed completely, including their names.
     """
     opsets = {it.domain: it.version for it in model.opset_import}
     inputs = {interface.input_ids: "ids", interface.attention_mask: "mask", interface.token_type_ids: "types"}
@@ -168,7 +167,7 @@ def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[s
     A branch is a graph inside a node, such as the two branches of `If`. `outer` has the hashes of the inputs. For a
     branch, `outer` also has the hashes of the surrounding graph's values.
     """
-    values = {**outer, "": ""}  # an omitted optional input has no name
+    values = {**outer, "": ""}  # an omitted optional input has the empty name
     values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}
     values |= {it.values.name: _digest_message(it) for it in graph.sparse_initializer}
     for node in graph.node:
@@ -211,7 +210,8 @@ def _onnx_tensor(tensor: TensorProto) -> list[Any]:
 def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """Return the type, the shape and the SHA-256 of each tensor, by name.
 
-    Older versions of transformers also saved position ids 0, 1, 2, … and token type ids 0. These tensors are left out.
+    Older versions of transformers also saved position ids 0, 1, 2, … and token type ids 0. Such tensors are not
+    weights, so they are left out.
     """
     facts: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
@@ -237,7 +237,10 @@ def _digest_tokenizer(path: Path) -> str:
 
 
 def _plain(value: Any, ignored: Iterable[str], ignored_parts: Iterable[str] = ()) -> Any:
-    """Remove ignored keys, and keys that contain an ignored part, at any depth. Turn 1.0 into 1."""
+    """Remove ignored keys, and keys that contain an ignored part, at any depth.
+
+    A float without a fraction, such as 1.0, becomes an integer.
+    """
     if isinstance(value, list | tuple):
         return [_plain(it, ignored, ignored_parts) for it in value]
     if isinstance(value, Mapping):

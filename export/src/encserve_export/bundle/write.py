@@ -1,4 +1,4 @@
-"""Completes a bundle after its graph was written: adds files, and compares the vectors of texts.
+"""Completes a bundle after its graph was written: adds files, and compares vectors with the original model's.
 
 The added files are the tokenizer, the heads and the manifest. A head is a graph that runs after the encoder.
 """
@@ -32,12 +32,12 @@ class Target:
     """The destination of a bundle.
 
     Attributes:
-        model_repository: The folder of all models.
+        model_repository: The folder that contains all models.
         name: The model's name.
         version: The model's version.
         overwrite: Whether an existing version is replaced.
-        keep_space_id: The space_id (the id of the model's vector space) to write into the manifest. If it is empty, the
-            exporter computes the space_id.
+        keep_space_id: The space_id (the id of the model's vector space) to write into the manifest. If `keep_space_id`
+            is empty, the exporter computes the space_id.
 
     Raises:
         ConfigError: `keep_space_id` does not look like a space_id.
@@ -97,10 +97,10 @@ def complete(
     Args:
         folder: The draft folder of the bundle.
         target: The destination of the bundle.
-        model: The description of the ONNX file.
+        model: The description of the encoder.
         source: The origin of the model.
         parity: The result of the comparison of hidden states, see `check.agreement`.
-        files: The model's files, already in the folder.
+        files: The paths of the files that are already in the folder: the graphs and their weights.
 
     Raises:
         ExpectedFileError: The user's file of hidden states does not fit this model.

@@ -64,7 +64,7 @@ class Case:
     Attributes:
         lengths: The lengths of its sequences, in tokens.
         max_relative_error: The largest ‖got - want‖/‖want‖ of a row. `want` is PyTorch's row. `got` is ONNX Runtime's
-            row, from this batch or from the sequence alone. 0 without a PyTorch model.
+            row, from this batch or from the sequence alone. The value is 0 without a PyTorch model.
         max_padding_error: The largest ‖got - want‖/‖want‖ of a row in ONNX Runtime. `got` is the row in this batch, and
             `want` is the row of the same sequence alone.
         min_cosine: The least cosine similarity to PyTorch's row; 1 without a PyTorch model.
@@ -138,7 +138,7 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
         got: The rows to check.
         want: The expected rows.
         tolerance: The limits. Only the fields `error` and `cosine` are used; None means no limit.
-        float32_error: PyTorch's own error in float32, to be mentioned in `Comparison.excess`; None if unknown.
+        float32_error: PyTorch's own error in float32, which `Comparison.excess` mentions; None if unknown.
     """
     error, cosine = relative_error(got, want), least_cosine(got, want)
     excess = ""
@@ -298,7 +298,7 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
             check(None)
         except ParityError:
             # Rounding may explain the difference. Only a run in float64 measures rounding, but such a run needs twice
-            # the memory.
+            # the memory. So this run is only for models that fail the check above.
             check(reference_rows(reference, sequences, reference.module))
     except ParityError as error:
         raise ParityError(

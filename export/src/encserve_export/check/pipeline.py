@@ -174,7 +174,7 @@ def _compare(
     answers = ask(manifest)
     progress(f"comparing the ids and vectors of texts with {answers.library}")
     differences: list[Comparison] = []
-    # For each task, the vectors of the bundle and of the library.
+    # Maps each task to the vectors of the bundle and of the library.
     multi_vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}
     with open_bundle(folder, manifest) as embedder:
         for answer in answers.answers:
@@ -403,7 +403,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> _Answers:
     answers: list[_Answer] = []
     for way in _ways(spec):
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
-            continue  # static weights have their own tokenizer
+            continue  # static weights have another tokenizer than `transformer`
         # The long text gets a separate call, because a call pads all texts to the length of the longest text.
         ids = _ids(transformer, probes, way) + _ids(transformer, [LONG_TEXT], way)
         answers.append(_Answer(way, "ids", [*probes, LONG_TEXT], ids))

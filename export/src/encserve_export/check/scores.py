@@ -1,8 +1,8 @@
 """Compares a bundle's token ids and logits of pairs and texts with the outputs of sentence-transformers.
 
 The bundle runs in `encserve_server.offline`, so the comparison covers the code that serves the bundle. The logits of
-sentence-transformers are computed in float32, and in float64 if the model runs in float64. Their difference shows how
-much rounding changes the logits of this model on this CPU.
+sentence-transformers are computed in float32, and in float64 if the model runs in float64. The difference between the
+two results shows how much rounding changes the logits of this model on this CPU.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ _DOCUMENTS = (
 _MOST_SENTENCES = 200
 
 
-# The functions from logits, (sent, labels), to scores.
+# Each function turns logits, (sent, labels), into scores. `sent` is the number of pairs and texts.
 _ACTIVATIONS: Mapping[int, Callable[[Rows], Rows]] = {
     manifest_pb2.ACTIVATION_NONE: lambda logits: logits,
     manifest_pb2.ACTIVATION_SIGMOID: lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
@@ -75,9 +75,10 @@ class ComparedScores:
         library: The library, "sentence-transformers".
         pairs: The number of compared pairs and texts. A pair counts once for each prompt.
         max_error: The largest |got - want| / max(1, |want|) of a logit.
-        tolerance: The allowed `max_error`; only for float32.
-        min_rank_correlation: The least rank correlation of a label's logits.
-        max_change: The largest change of a score after the activation.
+        tolerance: The largest allowed `max_error`. This tolerance applies only to float32 bundles.
+        min_rank_correlation: The least rank correlation between the bundle's and the library's logits of a label.
+        max_change: The largest difference between the bundle's and the library's score. A score is a logit after the
+            activation.
         bounds: The allowed differences.
     """
 
@@ -182,7 +183,7 @@ def _ids(transformer: Any, sent: Sent, prompt: str | None) -> list[int]:
 
 
 def _logits(spec: ModelSpec, sent: Sequence[Sent], prompt: str | None) -> Rows:
-    """Return the library's logits, (sent, labels). Each pair runs alone."""
+    """Return the library's logits, (sent, labels). Each pair or text runs alone."""
     rows = []
     for it in sent:
         with library_failure(f"sentence-transformers itself fails for {_shown(it)}"), quiet():

@@ -1,4 +1,4 @@
-"""The types of the arrays that models take and return."""
+"""Defines the types of the arrays that models take and return."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The errors of an export, one class per cause.
+"""Defines the errors of an export, one class per cause.
 
 The command line prints such an error as `Error: …` and exits with 1. Any other exception is a bug. Its traceback is
 printed.

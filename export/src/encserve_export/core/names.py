@@ -1,4 +1,4 @@
-"""The names of a bundle's ONNX files, and of their inputs and outputs."""
+"""Defines the names of a bundle's ONNX files, and the names of their inputs and outputs."""
 
 # The version of ONNX's operators. 20 is the first version with the operator Gelu, and the newest version that PyTorch's
 # tracing exporter writes.

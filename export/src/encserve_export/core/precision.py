@@ -1,4 +1,4 @@
-"""The precisions of a bundle, and all tolerances of the exporter with their reasons."""
+"""Defines the precisions of a bundle, and all tolerances of the exporter with their reasons."""
 
 import dataclasses
 import math
@@ -80,11 +80,10 @@ def tolerance_for(tolerance: float, float32_error: float) -> float:
     return max(tolerance, 4 * float32_error) if math.isfinite(float32_error) else tolerance
 
 
-# float32: the rows of trained models differ by 1e-7 to 1e-5. A weight scaled by 1.001, a wrong
-# epsilon or another activation changes a row by 1e-4 or more (tested in tests/export/test_export_gates.py). float16:
-# the type has 10 fraction bits, so one rounding changes a number by up to 0.05 %. int8: the least cosine similarity of
-# all-MiniLM-L6-v2 is 0.995.
-# docs/how-to/choose-precision.md and docs/explanation/verification.md list these bounds.
+# float32: the rows of trained models differ by 1e-7 to 1e-5. A weight scaled by 1.001, a wrong epsilon or another
+# activation changes a row by 1e-4 or more (tested in tests/export/test_export_gates.py). float16: the type has 10
+# fraction bits, so one rounding changes a number by up to 0.05 %. int8: the least cosine similarity of all-MiniLM-L6-v2
+# is 0.995. docs/how-to/choose-precision.md and docs/explanation/verification.md list these bounds.
 BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),
     "float16": Bounds(

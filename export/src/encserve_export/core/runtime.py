@@ -1,4 +1,4 @@
-"""Imports ONNX Runtime with telemetry disabled. Telemetry would also store an identifier in the home directory."""
+"""Imports ONNX Runtime with telemetry disabled. Telemetry would store an identifier in the home directory."""
 
 import os
 from pathlib import Path

@@ -27,7 +27,8 @@ def with_bge_m3(spec: ModelSpec) -> ModelSpec:
     """Add the heads from the two files in the encoder's folder. Without these files, return the spec unchanged.
 
     Raises:
-        CheckpointFileError: A file is unreadable or does not contain a linear layer, or the directory has no tokenizer.
+        CheckpointFileError: A file is unreadable, or does not contain a linear layer of the right size. Or the
+            directory has the file for sparse weights, but no tokenizer.
         UnsafeWeightsError: A file contains objects that are not tensors.
     """
     multi_vector, sparse = (spec.encoder / name for name in (_MULTI_VECTOR_FILE, _SPARSE_FILE))

@@ -1,7 +1,7 @@
-"""Reads the directory of a model with one vector per text.
+"""Reads the directory of a model that computes one vector per text.
 
-If the directory has a modules.json, sentence-transformers loads the model, and the settings are read from the loaded
-modules.
+If the directory has a modules.json, sentence-transformers loads the model. The functions of this file then read the
+settings from the loaded model.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropou
 
 
 def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -> ModelSpec:
-    """Read the directory of a model with one vector per text. Without modules.json the pooling is unknown.
+    """Read the directory of a model that computes one vector per text. Without modules.json, the pooling is unknown.
 
     Args:
         directory: The directory.
@@ -59,8 +59,9 @@ def read_dense(directory: Path, repository: str, *, ignore_head: bool = False) -
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; remove it")
     text, vector = read_text(encoder, loaded, transformer), read_vector(directory, loaded, rest)
     tasks = read_tasks(loaded.prompts, transformer)
-    # Use a length only from a settings file, because such a length is the authors' choice. Limits of the
-    # tokenizer or of the positions are not the authors' choice.
+    # Use the loaded model's lengths only if a settings file states a length, because the model's authors chose such a
+    # length. Otherwise, the loaded model has limits of the tokenizer or of the positions, which the authors did not
+    # choose.
     lengths = read_lengths(transformer, tasks) if states_length(settings) else {}
     return dataclasses.replace(
         vector,
@@ -80,7 +81,7 @@ def read_text(
         encoder: The folder of the encoder.
         loaded: A model of sentence-transformers.
         transformer: The Transformer module of `loaded`.
-        template_of: Reads the chat template of the model, if it has one.
+        template_of: The function that reads the chat template. It is called only for a model with a chat template.
 
     Raises:
         UnsupportedModelError: The model accepts images or other inputs that are not text. Or sentence-transformers
@@ -121,7 +122,8 @@ def read_vector(
         directory: The directory.
         loaded: A model of sentence-transformers.
         modules: The modules of `loaded` after the encoder.
-        pooling: The pooling of a model without a Pooling module. Unspecified for a model with such a module.
+        pooling: The pooling of a model without a Pooling module. POOLING_UNSPECIFIED if a Pooling module gives the
+            pooling.
 
     Raises:
         CheckpointFileError: The weights of a module are unreadable.
@@ -152,7 +154,7 @@ def read_vector(
 
 
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:
-    """Return the settings of encode_query and encode_document: the prompt name and the maximum number of tokens.
+    """Return the settings for queries and for documents: the prompt name and the maximum number of tokens.
 
     Args:
         prompts: The model's prompts by name.
@@ -176,7 +178,7 @@ def read_lengths(transformer: Any, tasks: Mapping[str, manifest_pb2.TaskSettings
 
     Args:
         transformer: The Transformer module.
-        tasks: The settings of each task; `max_tokens` is set in place.
+        tasks: The settings of each task. This function sets `max_tokens` in place.
     """
     usual = transformer.max_seq_length
     if usual is None or usual >= NO_BOUND:
@@ -218,7 +220,7 @@ def facts(directory: Path, loaded: Any, modules: Sequence[Any]) -> tuple[ModuleF
 
 
 def _similarity(directory: Path, loaded: Any) -> str:
-    """Return the similarity function from the directory's settings.
+    """Return the name of the similarity function in the directory's settings.
 
     Return "" if the settings name no function, or if sentence-transformers does not support the named function. The
     loaded model does not show whether its similarity is a default, so this function reads the settings.

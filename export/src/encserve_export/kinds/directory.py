@@ -94,7 +94,7 @@ def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
 def read_modules(directory: Path) -> list[tuple[str, Path]]:
     """Return the class name and the folder of each module in modules.json.
 
-    The list is empty without modules.json. The modules inside a Router follow the Router in the list.
+    If there is no modules.json, the list is empty. The modules inside a Router follow the Router in the list.
 
     Raises:
         CheckpointFileError: A file is unreadable, or names a folder outside the directory.
@@ -205,7 +205,7 @@ def refusal(kind: str) -> str:
 
 
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
-    """Check a module from the file `path`. Return the class name, without the package, and the folder of the module."""
+    """Check a module that the file `path` lists. Return its class name, without the package, and its folder."""
     if not folder.resolve().is_relative_to(directory.resolve()):
         raise CheckpointFileError(f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}")
     if not name.startswith("sentence_transformers.") and name != _PYLATE_DENSE:

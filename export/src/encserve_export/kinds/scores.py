@@ -1,8 +1,8 @@
 """Reads the directory of a cross-encoder or a classifier. Such a model computes one logit for each of its labels.
 
 sentence-transformers loads the model as a CrossEncoder. Any version of the library may have written the directory. The
-logits are a function of one pooled hidden state. So the head is the whole model with a stub in place of the encoder.
-The input of the head is one pooled hidden state, as a sequence of one token.
+logits must depend only on one pooled hidden state. The exported head is the whole model with a stub in place of the
+encoder. The input of the head is this hidden state, as a sequence of one token.
 """
 
 import copy
@@ -52,7 +52,7 @@ class EncoderStub(nn.Module):
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.pooler = getattr(encoder, "pooler", None)
-        self.pooler_activation = getattr(encoder, "pooler_activation", None)  # only ALBERT has this
+        self.pooler_activation = getattr(encoder, "pooler_activation", None)  # only ALBERT has this attribute
         self.rows: Tensor | None = None
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:
@@ -77,7 +77,7 @@ class PooledLogits(nn.Module):
     def __init__(self, model: Any, stub: EncoderStub, *, is_language_model: bool) -> None:
         super().__init__()
         self.model: Any = model
-        self._stub = (stub,)  # in a tuple, because `model` already has the stub as a module
+        self._stub = (stub,)  # a tuple hides the stub from nn.Module, because `model` already registers it
         self.is_language_model = is_language_model
         self.eval().requires_grad_(False)
 
@@ -197,7 +197,7 @@ def _rows_of(decoder: nn.Linear, score: Any) -> nn.Linear:
 
 
 def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool) -> None:
-    """Refuse a checkpoint without the weights of its head. transformers would fill these weights at random."""
+    """Refuse a checkpoint without the weights of its head. transformers would fill them with random numbers."""
     if is_language_model or not holds_weights(encoder):  # the last layer of a language model is its token table
         return
     tensors = read_weights(encoder).tensors.values()
@@ -216,10 +216,8 @@ def _check_weights(encoder: Path, head: PooledLogits, *, is_language_model: bool
 def _pooling(transformer: Any, head: PooledLogits) -> tuple[manifest_pb2.Pooling, int | None]:
     """Return the pooling of the head, and the token id that last-token pooling skips.
 
-    The id is None if last-token pooling skips no token.
-
-    Compute the logits of random hidden states as the original model does. Find the pooling that gives the same
-    logits.
+    The id is None if last-token pooling skips no token. This function computes the logits of random hidden states as
+    the original model does. Then it finds the pooling that gives the same logits.
 
     Raises:
         UnsupportedModelError: The logits are not a function of one pooled hidden state.
@@ -261,9 +259,9 @@ def _labels(directory: Path, config: Any, count: int) -> tuple[str, ...]:
 
 
 def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activation:
-    """Return the activation of sentence-transformers.
+    """Return the activation that turns logits into scores in sentence-transformers.
 
-    For a plain classifier, return the activation of transformers' pipeline.
+    If sentence-transformers did not save the directory, return the activation of transformers' pipeline.
     """
     if not is_cross_encoder(directory):
         if config.problem_type == "regression":
@@ -280,7 +278,7 @@ def _activation(directory: Path, loaded: Any, config: Any) -> manifest_pb2.Activ
 
 
 def _check_activation(directory: Path) -> None:
-    """Refuse an activation outside of PyTorch, because sentence-transformers would use its default instead."""
+    """Refuse an activation class outside of PyTorch. sentence-transformers would use a default class instead."""
     path = activation_path(directory)
     if path is not None and not path.startswith("torch."):
         raise UnsupportedModelError(
@@ -291,7 +289,7 @@ def _check_activation(directory: Path) -> None:
 
 
 def _truncation(encoder: Path, transformer: Any) -> manifest_pb2.PairTruncation:
-    """Return the way in which sentence-transformers cuts pairs."""
+    """Return how sentence-transformers truncates a pair of texts that is too long."""
     own = transformer.processing_kwargs
     stated = {**(own.get("text") or {}), **(own.get("common") or {})}.get("truncation", True)
     truncation = _TRUNCATIONS.get("longest_first" if stated is True else str(stated))
@@ -335,7 +333,7 @@ def _hidden_states(transformer: Any, ids: Tensor, mask: Tensor, types: Tensor) -
     encoder = getattr(model, model.base_model_prefix)
     try:
         rows: Tensor = encoder(input_ids=ids, attention_mask=mask, token_type_ids=types).last_hidden_state
-    except TypeError:  # the encoder has no token types
+    except TypeError:  # the encoder takes no token types
         return torch.zeros(1)
     except IndexError as error:
         raise UnsupportedModelError(

@@ -3,7 +3,7 @@
 sentence-transformers loads the model, and adds settings that are missing in older formats.
 
 A Router is a module that sends queries and documents to different modules. For queries or for documents, a Router may
-use a table of static weights instead of an encoder. The table has one weight per token.
+use a table of static weights instead of an encoder. The table has one weight per token of the vocabulary.
 """
 
 import copy
@@ -27,7 +27,7 @@ _STATIC = "SparseStaticEmbedding"
 
 
 class SpladeLayers(nn.Module):
-    """The head of a masked-language model, and SPLADE's pooling."""
+    """Runs the head of a masked language model on hidden states, and pools the results as SPLADE does."""
 
     def __init__(self, language_model: nn.Module, pooling: str, logarithms: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def read_sparse(directory: Path) -> ModelSpec:
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
     """Return the settings of the pooling and the tensors of static weights.
 
-    The space_id, the id of the model's vector space, depends on both.
+    The space_id, the id of the model's vector space, depends on these settings and tensors.
 
     The tensors of the head are not in the result, because they are in the encoder's file. The space_id depends on all
     tensors of that file.

@@ -1,4 +1,4 @@
-"""The spec of a model: how texts become vectors. It is read from the model's directory or from the user's options."""
+"""The spec of a model says how texts become vectors. It comes from the model's directory or from the user's options."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ POOLINGS = {
     "weighted_mean": manifest_pb2.POOLING_WEIGHTED_MEAN,
     "mean_sqrt_length": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
-# sentence-transformers' other names for these poolings.
+# sentence-transformers has other names for some of these poolings.
 POOLING_ALIASES = {
     "lasttoken": "last_token",
     "weightedmean": "weighted_mean",
@@ -36,7 +36,7 @@ POOLING_ALIASES = {
 
 
 def read_pooling(name: str) -> manifest_pb2.Pooling:
-    """Return the pooling for a client's name or for sentence-transformers' name.
+    """Return the pooling for a name in `POOLINGS` or `POOLING_ALIASES`.
 
     Raises:
         ConfigError: No pooling has that name.
@@ -87,7 +87,7 @@ class MultiVectorHead:
     """Turns hidden states into vectors for MaxSim.
 
     Attributes:
-        module: (tokens, d_model) -> (tokens, width).
+        module: Maps (tokens, d_model) to (tokens, width).
         similarity: "maxsim" or "meanmaxsim".
         skips_first_token: Whether the first token gets no vector.
     """
@@ -105,7 +105,7 @@ class SparseHead:
         module: Maps (batch, seq, d_model) and a 0/1 mask (batch, seq) to pooled weights (batch, width). With
             SPARSE_POOLING_OWN_ID, the module maps (tokens, d_model) to (tokens, 1), one weight for each token's own id.
         pooling: How the weights of the tokens are pooled.
-        skipped_token_ids: Tokens without a weight; only with SPARSE_POOLING_OWN_ID.
+        skipped_token_ids: The ids of tokens that get no weight; empty unless `pooling` is SPARSE_POOLING_OWN_ID.
         max_active_dims: How many of the largest weights are kept; 0 for all.
     """
 
@@ -120,12 +120,13 @@ class ScoreHead:
     """Turns a pooled hidden state into the logits of labels.
 
     Attributes:
-        module: (batch, d_model) -> (batch, labels).
+        module: Maps (batch, d_model) to (batch, labels).
         pooling: The pooling of the hidden states.
-        not_last_token_id: For POOLING_LAST_TOKEN: an id that does not count as the last token, or None.
+        not_last_token_id: The id that POOLING_LAST_TOKEN skips at the end of a sequence, such as the padding id. None
+            if no id is skipped.
         labels: The names of the labels.
         activation: The function that turns logits into scores.
-        pair_truncation: How a pair of texts is cut.
+        pair_truncation: How a pair of texts that is too long is truncated.
         token_types: Whether the hidden states depend on token types: 0 for the first text of a pair, 1 for the second.
     """
 
@@ -182,8 +183,8 @@ class ModelSpec:
         template: The fixed texts before and after every text; None if the model has no chat template.
         prompts: The prompts that the model was trained with, by name.
         default_prompt_name: The name of the prompt for callers that name no prompt; empty for no prompt.
-        tasks: The settings for queries and documents, by "query" and "document"; empty if the directory has no
-            modules.json.
+        tasks: The settings for queries and for documents, under the keys "query" and "document". Empty if the directory
+            has no modules.json.
         more_poolings: Further poolings. Their vectors are appended to the vector of `pooling`.
         skips_prompt: Whether pooling leaves out the tokens of a prompt.
         head: The modules after pooling, (batch, poolings x d_model) -> (batch, width); None if there are no such
@@ -197,7 +198,8 @@ class ModelSpec:
         table: The table of a static embedding, float32 (vocab_size, d_model), or None.
         modules: The modules after the encoder that are part of the space_id. The list leaves out Pooling modules, and
             Normalize modules that `l2_normalize` replaces.
-        used_parts: The parts of the encoder's checkpoint that a head uses, such as "linear".
+        used_parts: The parts of the encoder's checkpoint that a head uses, such as "linear". A part is the first
+            component of a weight's name.
         remark: A note for the user.
     """
 

@@ -55,7 +55,9 @@ def read_static(directory: Path) -> ModelSpec:
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Write the graph of a table (vocab_size, d_model). The table is in a second file, which may exceed 2 GB.
+    """Write a graph that looks up token ids in a table (vocab_size, d_model).
+
+    The table goes to a second file, which may exceed 2 GB.
 
     The graph maps ids and mask, int64 (batch, seq), to hidden states, float32 (batch, seq, d_model). A token's hidden
     state depends only on the token's id, so the graph ignores the mask.

@@ -76,7 +76,9 @@ def read_pair_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.T
 
 
 def _around_prompt(transformer: Any, sent: str | tuple[str, str], after: str) -> tuple[str, str]:
-    """Return the fixed texts around a prompt. `after` is everything after the first text if there is no prompt.
+    """Return the fixed texts around a prompt.
+
+    `after` is the text that follows the first text if there is no prompt.
 
     Raises:
         UnsupportedModelError: A prompt changes the fixed text after the first text.
@@ -100,9 +102,10 @@ def _check_source(transformer: Any) -> None:
 
 
 def _kept_end(transformer: Any, plain: list[int], other: list[int]) -> int:
-    """Return how many tokens at the end stay if a text is cut.
+    """Return how many tokens of the template stay at the end of a text that is too long and is truncated.
 
-    `plain` and `other` are the ids of two different texts in the template. The template added the equal ids at the end.
+    `plain` and `other` are the ids of two different texts in the template. The template added the equal ids at the end
+    of both lists.
     """
     keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
     return _common_end(plain, other) if keeps_end else 0

@@ -1,1 +1,1 @@
-"""The PyTorch models: this project's own encoder, encoders of transformers, and users' modules."""
+"""Builds PyTorch models and writes them as ONNX: our own encoder, encoders of transformers, and users' modules."""

@@ -57,7 +57,7 @@ def write_graphs(
     Args:
         reference: The model. For "tracing with inspection", the model must have an `inspection`.
         folder: The folder of the bundle.
-        exporter: The exporter of PyTorch to use.
+        exporter: PyTorch's exporter, one of `EXPORTERS`.
         precision: The precision of the weights in both graphs. The precision does not change the types of inputs and
             outputs.
         max_sequence_tokens: The longest sequence to serve, in tokens.

@@ -91,8 +91,8 @@ def load_model(directory: Path, weights: Weights, *, token_types: bool = False) 
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for this
             architecture. Or the checkpoint is quantized, brings its own code, or takes no token ids.
         ConfigError: transformers refuses config.json.
-        WeightNamesError: The hidden states depend on missing weights. Or the checkpoint has a weight whose name begins
-            with a part of the model, and the model has no such weight.
+        WeightNamesError: The hidden states depend on missing weights. Or the checkpoint has a weight for a part of the
+            model, such as "encoder", but the model has no weight with this name.
         WeightShapeError: The shape of a weight contradicts config.json.
         WeightValueError: A weight contains NaN, infinity or integers. Integers are quantized weights, and transformers
             would not apply the scale of these weights.
@@ -144,7 +144,7 @@ def load_reference(directory: Path) -> Any:
 
 
 def read_positions(directory: Path) -> int | None:
-    """Return the largest number of tokens in a sequence, or None without a limit. Loads no weights."""
+    """Return the largest number of tokens in a sequence; None without a limit. This function loads no weights."""
     try:
         config, kind = _read_config(directory)
         with torch.device("meta"):
@@ -343,9 +343,10 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
     """
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
-    # Gradients of all parameters would take as much memory as the model. So only the missing parameters and the two
-    # smallest parameters of each part get a gradient. The token table is left out, because it always affects the hidden
-    # states and is often the largest parameter.
+    # A parameter affects the hidden states if PyTorch can compute its gradient. Gradients of all parameters would take
+    # as much memory as the model. So PyTorch computes gradients only for the missing parameters, and for the two
+    # smallest parameters of each part. The token table is left out, because it always affects the hidden states and is
+    # often the largest parameter.
     encoder: Any = module.model
     table = encoder.get_input_embeddings().weight
     parts: dict[str, list[str]] = {}
@@ -362,7 +363,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
 
 
 def _used_parameters(module: _Rows, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """Return the names of the parameters that affect the hidden states. The others get no gradient."""
+    """Return the names of the parameters that affect the hidden states. PyTorch computes no gradient for the others."""
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)

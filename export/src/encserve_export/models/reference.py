@@ -1,4 +1,4 @@
-"""The reference: a PyTorch model from any source. An exported graph must reproduce the outputs of this model."""
+"""Defines the reference, a PyTorch model from any source. Exported graphs must reproduce the outputs of this model."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ class Inspection:
 
     @property
     def positions(self) -> Tensor:
-        """The whole position table, (rows, d_model). Only for a model that has such a table."""
+        """The whole position table, (rows, d_model). The model must have such a table."""
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return tensors[self.position_table].detach()
 

@@ -68,7 +68,7 @@ def convert(
 def _to_float16(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     model = onnx.shape_inference.infer_shapes(model)
     weights = _take_out_weights(model)
-    external_data_helper.load_external_data_for_model(model, str(folder))  # large constants in nodes
+    external_data_helper.load_external_data_for_model(model, str(folder))  # loads the large constants of nodes
     made_by = {name: node for node in model.graph.node for name in node.output}
     # A rounded angle would make Cos and Sin wrong. So all nodes that compute an angle stay in float32 too.
     float32_nodes: set[str] = set()
@@ -110,7 +110,10 @@ def _take_out_weights(model: onnx.ModelProto) -> dict[str, TensorProto]:
 
 
 def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> None:
-    """Loads the weights of `_take_out_weights` one by one. The converted graph has the type of each weight."""
+    """Puts back the weights that `_take_out_weights` returned, in the types that the converted graph declares.
+
+    Weights that change their type are loaded one by one, which takes less memory.
+    """
     for tensor in model.graph.initializer:
         source = weights.get(tensor.name)
         if source is None:
@@ -122,5 +125,5 @@ def _put_back_weights(model: onnx.ModelProto, weights: Mapping[str, TensorProto]
         blocks = np.array_split(values, math.ceil(values.size / _BLOCK))
         tensor.dims[:] = source.dims
         tensor.raw_data = b"".join(convert_np_to_float16(block).tobytes() for block in blocks)
-    external_data_helper.load_external_data_for_model(model, str(folder))  # weights that stay in float32
-    del model.graph.value_info[:]  # contains shapes of the empty weights
+    external_data_helper.load_external_data_for_model(model, str(folder))  # loads the weights that stay in float32
+    del model.graph.value_info[:]  # these shapes are wrong, because they come from the empty weights

@@ -156,7 +156,10 @@ def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder "blobs" with the files to which a huggingface_hub snapshot links; None for any other folder."""
+    """Returns the folder "blobs", which has the files that a huggingface_hub snapshot links to.
+
+    Returns None if `folder` is not in such a snapshot.
+    """
     for parent in folder.resolve().parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent / "blobs"
@@ -164,7 +167,7 @@ def _blobs(folder: Path) -> Path | None:
 
 
 def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """The file of an external tensor, and the offset and the length of the tensor in bytes."""
+    """Returns the file of an external tensor, and the offset and the length of the tensor in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _path(tensor, entries.get("location", ""), folder)
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)

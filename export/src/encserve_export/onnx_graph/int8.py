@@ -12,7 +12,7 @@ Three rules keep the rounding error small:
 - Smoothing (SmoothQuant, Xiao et al. 2022) divides each column of x by a factor, and multiplies the weights of this
   column by the same factor: x·Wᵀ = (x/a)·(W·a)ᵀ. Columns with large numbers get large factors. The factors come from a
   run with random inputs. A layer is smoothed only if smoothing lowers the layer's measured error.
-- The output of ReLU, GELU or SiLU has a known minimum near 0. So all 256 steps cover the range above that minimum.
+- The output of ReLU, GELU or SiLU has a known minimum near 0. So all 256 numbers of 8 bits cover the range above it.
 - A layer stays in float32 if its measured error exceeds `MAX_INT8_LAYER_ERROR`.
 
 All other operators stay in float32: LayerNorm, softmax, attention and residual connections.
@@ -47,7 +47,7 @@ _SMOOTHING = 0.5
 # The smoothing formula uses the largest absolute number of a column of x or W, but at least this number. So no factor
 # is 0.
 _EMPTY_COLUMN = 1e-5
-# The least scale of a row. A row of zeros would otherwise be divided by 0.
+# The least scale of a row. Without this limit, a row of zeros would be divided by 0.
 _LEAST_STEP = 1e-30
 # The inputs and errors of the layers are measured with 8 random sequences of 64 tokens. For all-MiniLM-L6-v2, the least
 # cosine similarity between int8 and PyTorch is then 0.9946. With 4 or 8 times as many tokens, the similarity was 0.9943
@@ -89,7 +89,7 @@ class Layer:
         return rounded
 
     def part(self, first: int, last: int) -> "Layer":
-        """The layer with only the outputs from `first` to `last` - 1."""
+        """Returns the layer with only the outputs from `first` to `last` - 1."""
         return dataclasses.replace(self, weight=self.weight[first:last], scales=self.scales[first:last])
 
 
@@ -131,12 +131,12 @@ def quantize(
             ends = np.cumsum([0, *map(len, matrices)])
             quantizer.add(name, x.ndim, {node.output[0]: layer.part(*ends[i : i + 2]) for i, node in enumerate(nodes)})
     _replace_nodes(model, [new for node in list(model.graph.node) for new in quantizer.replace(node)])
-    external_data_helper.load_external_data_for_model(model, str(folder))  # weights that stay in float32
+    external_data_helper.load_external_data_for_model(model, str(folder))  # loads the weights that stay in float32
     return model
 
 
 def plan_layer(weight: Array, x: Array, *, least: float | None = None) -> Layer:
-    """Rounds the weights of a layer, with smoothing if that lowers the error.
+    """Rounds the weights of a layer, with smoothing if smoothing lowers the error.
 
     Args:
         weight: W, (n, k).
@@ -167,7 +167,8 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
         rows: (n, k).
 
     Returns:
-        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1). Their product approximates `rows`.
+        int8 (n, k) from -127 to 127, and the scales, float32 (n, 1). The product of integers and scales approximates
+        `rows`.
     """
     scales = np.abs(rows).max(axis=1, keepdims=True) / 127  # (n, 1)
     scales = np.where(scales == 0, 1, scales).astype(np.float32)  # (n, 1)
@@ -211,7 +212,7 @@ class _Quantizer:
         return [node]
 
     def _linear(self, node: NodeProto, layer: Layer) -> Iterable[NodeProto]:
-        """The nodes that replace y = x·Wᵀ + b, for x (…, k) and W (n, k)."""
+        """Yields the nodes that replace y = x·Wᵀ + b, for x (…, k) and W (n, k)."""
         x, y = node.input[0], node.output[0]
         inside, scope = f"/quantized/{x}", f"/quantized/{y}"
         is_flat, width = self._rank[x] == 2, len(layer.weight)
@@ -240,7 +241,7 @@ class _Quantizer:
         yield helper.make_node("Reshape", [f"{scope}/{last}", f"{scope}/shape"], [y], f"{scope}/Reshape")
 
     def _round(self, inside: str, x: str, layer: Layer) -> Iterable[NodeProto]:
-        """Nodes that round x, (…, k), to uint8 (tokens, k), and compute the step of each row, (tokens, 1)."""
+        """Yields nodes that round x, (…, k), to uint8 (tokens, k), and compute the step of each row, (tokens, 1)."""
         k, signed = layer.weight.shape[1], layer.least is None
         if self._rank[x] != 2:
             flat = self._constant(f"quantized.flat_{k}", np.array([-1, k]))
@@ -271,7 +272,7 @@ class _Quantizer:
         yield self._node("QuantizeLinear", inside, inputs, "rounded", axis=0)  # (tokens, k)
 
     def _lookup(self, node: NodeProto) -> Iterable[NodeProto]:
-        """The nodes of a lookup in an int8 token table. Each row of the table has its own scale.
+        """Yields the nodes of a lookup in an int8 token table. Each row of the table has its own scale.
 
         The error of each number is at most 1/254 of the largest number in the same row.
         """
@@ -289,7 +290,7 @@ class _Quantizer:
         return numpy_helper.to_array(self._weights[name], str(self._folder))
 
     def _zero(self, *, signed: bool) -> str:
-        """The name of the constant with the zero point, one uint8."""
+        """Returns the name of the constant for the zero point, the uint8 number that stands for 0."""
         zero = 128 if signed else 0
         return self._constant(f"quantized.zero_at_{zero}", np.uint8(zero))
 
@@ -340,14 +341,14 @@ def _is_linear(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
 
 
 def _matrix(node: NodeProto, weights: Mapping[str, TensorProto], folder: Path) -> Array:
-    """The weight matrix of a linear node, (n, k)."""
+    """Returns the weight matrix of a linear node, (n, k)."""
     matrix = numpy_helper.to_array(weights[node.input[1]], str(folder))
     is_transposed = any(attribute.i for attribute in node.attribute if attribute.name == "transB")
     return matrix if is_transposed else matrix.T
 
 
 def _minima(model: onnx.ModelProto) -> dict[str, float]:
-    """The minimum of each activation's output, by the name of this output."""
+    """Returns the minimum of each activation's output, by the name of this output."""
     made_by = {name: node for node in model.graph.node for name in node.output}
     found = {}
     for name, node in made_by.items():
@@ -379,7 +380,7 @@ def _replace_nodes(model: onnx.ModelProto, nodes: Iterable[NodeProto]) -> None:
 
 
 def _smoothing(size: Array, weight: Array) -> Array:
-    """The divisors of the columns of x, (k).
+    """Returns the divisors of the columns of x, (k).
 
     `size` is the largest absolute number in each column of x, (k). `weight` is W, (n, k).
     """

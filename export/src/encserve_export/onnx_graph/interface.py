@@ -38,9 +38,9 @@ _WEIGHTS = (
     TensorProto.INT4,
     TensorProto.UINT4,
 )
-# Operators that do not change token ids.
+# These operators do not change token ids.
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
-# Operators that keep the order of the rows of an embedding table.
+# These operators keep the order of the rows of an embedding table.
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
 
@@ -124,7 +124,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def opset(model: onnx.ModelProto) -> int:
-    """The version of the default operator set.
+    """Returns the version of the default operator set.
 
     Raises:
         OnnxFileError: The file does not declare exactly one version.
@@ -159,30 +159,30 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
 
 
 def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
-    """The width of the vectors that a model takes in place of token ids. 0 if the model takes token ids."""
+    """Returns the width of the vectors that a model takes in place of token ids; 0 if the model takes token ids."""
     return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
 def precision_of(model: onnx.ModelProto) -> str:
-    """The least precise type of the stored matrices, such as "float32", "float16" or "int8"."""
+    """Returns the least precise type of the stored matrices, such as "float32", "float16" or "int8"."""
     stored = {tensor.data_type for tensor in all_tensors(model) if len(tensor.dims) >= 2}
     found = [kind for kind in _WEIGHTS if kind in stored]
     return type_name(found[-1]) if found else "float32"
 
 
 def count_parameters(model: onnx.ModelProto) -> int:
-    """The number of parameters in all weights. Scalars are not counted, because they are constants of a formula."""
+    """Returns the number of parameters in all weights. Scalars are not counted: they are constants of a formula."""
     return sum(math.prod(it.dims) for it in all_tensors(model) if it.dims and it.data_type in _WEIGHTS)
 
 
 def description(model: onnx.ModelProto) -> str:
-    """The program that wrote the file, such as "pytorch 2.13.0"."""
+    """Returns the program that wrote the file, such as "pytorch 2.13.0"."""
     text = " ".join(f"{model.producer_name} {model.producer_version}".split())
     return text[:_MAX_DESCRIPTION] or "no producer named"
 
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
-    """The number of rows of the smallest table in which nodes look up token ids; None if no such table is found."""
+    """Returns the number of rows of the smallest table in which nodes look up token ids; None without such a table."""
     if model.functions:  # an ONNX function may contain the lookup
         with contextlib.suppress(Exception):  # inlining may raise any exception; the search then may find no table
             model = inliner.inline_local_functions(model)
@@ -190,7 +190,7 @@ def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
 
 
 def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
-    """The shapes of the tables in which nodes look up token ids. The keys are the tables' input names in the nodes."""
+    """Returns the shapes of the tables in which nodes look up token ids, by the name of the table in the node."""
     graph = model.graph
     ids = {input_ids}
     tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
@@ -208,7 +208,7 @@ def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[i
 
 
 def _is_text(message: Message) -> bool:
-    """Whether all strings of a message are valid UTF-8. protobuf returns an invalid string as bytes."""
+    """Returns whether all strings of a message are valid UTF-8. protobuf returns an invalid string as bytes."""
     for field, value in message.ListFields():
         values = [value] if isinstance(value, str | bytes | Message) else value
         if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(it, bytes) for it in values):
@@ -227,7 +227,7 @@ def _port(value: ValueInfoProto) -> Port:
 
 
 def _width(port: Port) -> int:
-    """The width of an input that takes vectors, float32 (batch, seq, width). 0 for any other input."""
+    """Returns the width of an input that takes vectors, float32 (batch, seq, width); 0 for any other input."""
     axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
@@ -325,7 +325,7 @@ def _pooled(outputs: str) -> str:
 
 
 def _looked_up(node: NodeProto, ids: set[str]) -> str:
-    """The name of the table in which a node looks up token ids; empty if the node does not look up token ids."""
+    """Returns the name of the table in which a node looks up token ids; empty if the node looks up other values."""
     if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
         axis = next((it.i for it in node.attribute if it.name == "axis"), 0)
         return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""

@@ -1,8 +1,8 @@
 """Splits attention into blocks of queries, so that long sequences need no (heads, seq, seq) tensor.
 
 The attention of a token needs only the token's own query, and all keys and values. So a loop can process the queries of
-a long sequence in blocks. The attention scores of one block take at most 64 MiB for the whole batch. But a
-block has at least 64 queries, even if their scores take more memory. The blocks do not change the results.
+a long sequence in blocks. The attention scores of one block take at most 64 MiB for the whole batch. But a block has at
+least 64 queries, even if their scores take more memory. The blocks do not change the results.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ _SCORES = 2**24
 # A block has at least this many queries, because CPUs multiply smaller matrices less efficiently.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
-# Operators that may occur between queries·keys and the softmax, and between the softmax and the product with the
+# These operators may occur between queries·keys and the softmax, and between the softmax and the product with the
 # values. Each operator is elementwise, or computes with the scores of one query. So each operator can run on a block of
 # queries.
 _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
@@ -27,8 +27,8 @@ _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
     """Rewrites a graph in place. Each attention that matches a pattern then works in blocks of queries.
 
-    The pattern is queries·keys, a scale, the sum with a bias, a softmax, and the product with the values. Other
-    attention is not changed.
+    The pattern is queries·keys, a scale, the sum with a bias, a softmax, and the product with the values. Attention
+    that does not match the pattern is not changed.
 
     Args:
         model: The graph. It must not output attention weights.
@@ -60,7 +60,7 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, ele
 def _find_attention(
     softmax: NodeProto, made_by: Mapping[str, NodeProto], used_by: Mapping[str, list[NodeProto]]
 ) -> list[NodeProto]:
-    """The nodes of the attention around a softmax, from queries·keys to weights·values, with their constants.
+    """Returns the nodes of the attention around a softmax: from queries·keys to weights·values, and their constants.
 
     The nodes are in the order of the computation. The list is empty if the attention does not match the pattern.
     """
@@ -83,7 +83,7 @@ def _find_attention(
 
 
 def _bias_of(attention: list[NodeProto]) -> str:
-    """The name of the bias that is added to the scores; empty if there is no bias, or more than one."""
+    """Returns the name of the bias that is added to the scores; empty if there is no bias, or more than one bias."""
     made = _made(attention)
     biases = [name for node in attention if node.op_type == "Add" for name in node.input if name not in made]
     return biases[0] if len(biases) == 1 else ""
@@ -95,7 +95,7 @@ def _constants(n_heads: int) -> Iterable[onnx.TensorProto]:
 
 
 def _sizes(attention_mask: str) -> Iterator[NodeProto]:
-    """Nodes that compute the number of queries in a block, and the number of blocks."""
+    """Yields the nodes that compute the number of queries in a block, and the number of blocks."""
     yield _node("Size", [attention_mask], "padded_tokens")
     yield _node("Div", [_name("scores_of_a_head"), _name("padded_tokens")], "fitting")
     yield _node("Max", [_name("fitting"), _name("least")], "queries")
@@ -107,10 +107,10 @@ def _sizes(attention_mask: str) -> Iterator[NodeProto]:
 
 
 def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
-    """The `If` node that replaces the nodes of an attention. Its output is (batch, heads, seq, d_k).
+    """Returns the `If` node that replaces the nodes of an attention. Its output is (batch, heads, seq, d_k).
 
-    If all queries fit into one block, the original nodes run, because runtimes can fuse them. Otherwise a loop over
-    blocks runs.
+    If all queries fit into one block, the original nodes run, because runtimes can fuse these nodes. Otherwise a loop
+    over blocks runs.
     """
     scope, rows = attention[0].name, attention[-1].output[0]
     once, looped = f"{scope}/once/", f"{scope}/blocks/"
@@ -128,7 +128,7 @@ def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
 
 
 def _loop(attention: list[NodeProto], element_type: int) -> list[NodeProto]:
-    """The nodes of an attention in a loop over blocks of queries."""
+    """Returns the nodes of an attention in a loop over blocks of queries."""
     first, last = attention[0], attention[-1]
     scope, inside = f"{first.name}/blocks/", f"{first.name}/block/"
     queries, rows, bias = first.input[0], last.output[0], _bias_of(attention)
@@ -167,7 +167,7 @@ def _value(name: str, element_type: int) -> onnx.ValueInfoProto:
 
 
 def _renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
-    """A copy of a node with renamed inputs and outputs."""
+    """Returns a copy of a node with renamed inputs and outputs."""
     renamed = NodeProto()
     renamed.CopyFrom(node)
     renamed.input[:] = [names.get(name, name) for name in node.input]

@@ -13,7 +13,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 
 class OnnxEncoder:
-    """One graph of a bundle in ONNX Runtime on the CPU.
+    """Runs one graph of a bundle in ONNX Runtime on the CPU.
 
     Attributes:
         d_model: The width of the hidden states; 0 before the first call.

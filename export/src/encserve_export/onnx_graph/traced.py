@@ -42,8 +42,8 @@ def trace(
     """
     with quiet():
         # `quiet` hides two kinds of warnings: this exporter is deprecated, and tracing may misread transformers' code.
-        # Both can be ignored: the version of torch is pinned, and every graph is compared with PyTorch afterwards. The
-        # newer exporter takes six times as long, and its graphs are not faster.
+        # Both kinds can be ignored: the version of torch is pinned, and every graph is compared with PyTorch
+        # afterwards. The newer exporter takes six times as long, and its graphs are not faster.
         torch.onnx.export(
             module,
             arguments,
@@ -166,7 +166,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
 
 
 def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
-    """A name for a node's operation, and the operation's result for this weight; None if the node must stay."""
+    """Returns a name for a node's operation, and the operation's result for the weight; None if the node must stay."""
     if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
         return "transpose", weight.T
     if node.op_type == "Gather" and node.input[1] in indices and not any(it.i for it in node.attribute):

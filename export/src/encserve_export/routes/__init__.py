@@ -1,1 +1,1 @@
-"""The routes of the exporter: each module turns one type of source into a bundle."""
+"""Exports models as bundles. Most modules export one type of source, such as a checkpoint or an ONNX file."""

@@ -60,14 +60,15 @@ def export_module(
 
     Args:
         module: The module, on the CPU. Its first argument is token ids, int64 (batch, seq), or vectors, float32 (batch,
-            seq, d_model). Its second argument is a mask, bool (batch, seq): True for a token. It returns the last
-            hidden states, float32 (batch, seq, d_model). The module runs in eval mode, and its previous mode is
+            seq, d_model). Its second argument is a mask, bool (batch, seq): True for a token. The module returns the
+            last hidden states, float32 (batch, seq, d_model). The module runs in eval mode, and its previous mode is
             restored afterwards.
         target: The destination of the bundle.
         configuration: JSON with the settings that `state_dict()` does not show, such as {"activation": "gelu",
             "norm_first": true}. The settings are part of the space_id, which identifies the model's vector space.
         input: The module's input, "token_ids" or "embeddings".
-        vocab_size: The number of token ids. The default is the tokenizer's number of ids. Leave it out for embeddings.
+        vocab_size: The number of token ids. The default is the tokenizer's number of ids. Leave this argument out for
+            embeddings.
         d_model: The width of the input vectors and of the hidden states. Only for embeddings.
         max_sequence_tokens: The longest sequence to serve, in tokens.
         pad_token_id: The token id that pads a batch.

@@ -57,7 +57,8 @@ _CODE_OF_ITS_OWN = (
 )
 # The model types for which transformers reads position_embedding_type "rotary".
 _READ_POSITION_TYPES = ("esm", "evolla")
-# For other model types, transformers ignores every position_embedding_type except these values.
+# For other model types, transformers ignores position_embedding_type. The exporter reports an ignored value, except
+# these values.
 _KNOWN_POSITION_TYPES = ("absolute", "rope")
 
 
@@ -275,7 +276,7 @@ def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
 
 
 def _export_onnx(build: _Build) -> Exported:
-    """Export the directory's ONNX file. Compare it with the transformers model if the directory has weights."""
+    """Export the directory's ONNX file. If the directory has weights, compare the file with the transformers model."""
     path = build.spec.encoder / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE} in {build.spec.encoder}")

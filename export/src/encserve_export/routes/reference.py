@@ -57,7 +57,7 @@ def export_reference(
             have a tokenizer.
         ParityError: Padding changes the outputs, or every graph's outputs differ too much for this precision.
         UnsupportedModelError: No PyTorch exporter can write the model.
-        BundleError: The bundle cannot be written; see its subclasses.
+        BundleError: The bundle cannot be written. The subclass shows the cause.
     """
     check_sizes(
         vocab_size=reference.vocab_size,

@@ -1,1 +1,1 @@
-"""Reads the sources of a model: files, the hub, weights and tokenizers. Code in a source is never executed."""
+"""Reads the files of a checkpoint: weights, tokenizers and JSON. Code in a checkpoint is never executed."""

@@ -26,7 +26,7 @@ OLDER_FILES = (
     *("tokenizer.model", "prophetnet.tokenizer"),
 )
 _SPACE = "▁"  # SentencePiece's mark for a space
-# Characters that few vocabularies have, and a word that is too long for WordPiece.
+# A text of unknown words: characters that few vocabularies have, and a word that is too long for WordPiece.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
 _ADVICE = (
     f"Add a {FILE} to the model's folder, or remove the tokenizer's files. Without a tokenizer, the model takes only "
@@ -137,7 +137,10 @@ def open_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
 
 def import_transformers() -> Any:
-    """Import transformers, and turn off its log and its progress bars. The import takes a second."""
+    """Import transformers, and turn off its log and its progress bars.
+
+    The import takes a second, so only functions that need transformers import it.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -163,7 +166,7 @@ def load_tokenizer(directory: Path) -> Any:
     if source is None:
         return None
     if source.name == FILE:
-        open_tokenizer(source)  # its error names the file and the cause, unlike transformers' error
+        open_tokenizer(source)  # raises an error with the file and the cause; transformers' error has neither
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True

@@ -1,4 +1,4 @@
-"""Difficult texts for comparing two tokenizers.
+"""Lists difficult texts for comparing two tokenizers.
 
 If two versions of a tokenizer differ, they usually return different ids for at least one of these texts.
 """
@@ -160,7 +160,7 @@ TEXTS = (
     *_DIGITS_AND_MARKS,
     *_REAL,
 )
-# A tokenizer may have thousands of special and added tokens. Only the first 40 are tried.
+# A tokenizer may have thousands of special and added tokens. Only the first 40 of them are put into texts.
 _MOST_TOKENS = 40
 
 

@@ -89,7 +89,7 @@ def read_weights(directory: Path) -> Weights:
 
 
 def holds_weights(directory: Path) -> bool:
-    """Return whether a checkpoint directory has a weights file or an index, readable or not."""
+    """Return whether a checkpoint directory has a weights file or an index. The file may be unreadable."""
     return any((directory / f"{name}{index}").is_file() for name in _FILES for index in ("", ".index.json"))
 
 
@@ -202,7 +202,7 @@ def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _find_state_dicts(content: Any, key: str) -> dict[str, dict[str, Tensor]]:
-    """Return all state dicts in a file's content. The key of each is its path, such as "model.state_dict".
+    """Return all state dicts in a file's content, by their paths, such as "model.state_dict".
 
     The state dicts are under the keys of `_CONTAINERS`. If there are no such keys, the content may be a state dict
     itself. It must then hold only tensors.

@@ -1,1 +1,1 @@
-"""This project's own encoder: its configuration, its PyTorch module, and the checkpoint layouts that it can load."""
+"""Defines this project's own encoder: the configuration, the PyTorch module, and the known checkpoint layouts."""

@@ -1,4 +1,4 @@
-"""The sizes and settings of this project's own encoder."""
+"""Defines the sizes and settings of this project's own encoder."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ class EncoderConfig:
         merge_heads: How the heads' results, (heads, seq, d_k), become one matrix, (seq, d_model). "transpose"
             concatenates the heads of each token, as in Vaswani et al. 2017. "reshape" reshapes without a transpose, so
             a row of the matrix mixes tokens.
-        residual: Whether x is added to f(x), for attention and for the feed-forward layers.
+        residual: Whether the input x is added to the output f(x). Here f is attention, or the feed-forward layers.
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has no
             LayerNorm.
         final_norm: Whether a LayerNorm follows the last block; usual with "pre".

@@ -58,7 +58,7 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
 
 
 class Padding:
-    """The positions of the real tokens in a batch. All blocks share one object.
+    """The positions of the real tokens in a batch. All blocks share one `Padding` for a batch.
 
     Attributes:
         attention_bias: (batch, 1, 1, seq), added to the attention scores. The bias is 0 for a mask of 1, and the lowest
@@ -219,7 +219,7 @@ class EncoderBlock(nn.Module):
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
     def forward(self, x: Tensor, padding: Padding, return_attention: bool) -> tuple[Tensor, Tensor | None]:
-        """Run one layer: (tokens, d_model) -> (tokens, d_model). Also return the weights of `SelfAttention`."""
+        """Run one layer: (tokens, d_model) -> (tokens, d_model). Also return the attention weights, or None."""
         y = self.attention_norm(x) if self.pre_norm else x  # (tokens, d_model)
         y, weights = self.attention(y, padding, return_attention)  # (tokens, d_model), (batch, heads, seq, seq)
         x = self._add(x, y, self.attention_norm)  # (tokens, d_model)

@@ -28,7 +28,8 @@ from encserve_export.models.own.layouts import StackLayout, known_layouts
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 from encserve_export.models.tensors import check_values, listed
 
-# Patterns for the names of token embedding tables and of position tables. A name may follow any path, such as "model.".
+# Patterns for the names of token embedding tables and of position tables. Any path, such as "model.", may come before a
+# name.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
 _TABLE_NAMES = (
@@ -191,7 +192,10 @@ def _patterns(names: Iterable[str]) -> str:
 def _check_names(
     tensors: Mapping[str, Tensor], stack: Stack, positions: Table | None, table: Table | None, model_input: Input
 ) -> None:
-    """Refuse missing and surplus weight names. The error also lists surplus weights that may be tables."""
+    """Refuse missing and surplus weight names.
+
+    The error also lists surplus weights that may be embedding tables or position tables.
+    """
     needed = {name for sources in stack.names().values() for name in sources}
     needed |= {it.name for it in (positions, table) if it is not None} & tensors.keys()
     missing, surplus = sorted(needed - tensors.keys()), sorted(tensors.keys() - needed)
@@ -293,8 +297,8 @@ def _join_fields(layout: StackLayout, known: Mapping[str, Any], settings: Mappin
     """Merge the user's settings with the fields that follow from the weights.
 
     Raises:
-        ConfigError: The weights and the settings contradict each other, or both lack a field. The message lists all
-            such fields.
+        ConfigError: A field has contradictory values in the weights and in the settings, or has no value. The message
+            lists all such fields.
     """
     known = dict(known)
     needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in known else {"scale_embedding": _FLAG}
