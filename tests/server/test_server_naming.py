@@ -1,6 +1,7 @@
 """Tests of the names of fields and values in errors.
 
-Each protocol has other names. The packages that all protocols share must not contain such names.
+Each protocol has its own names for fields and values. The packages that all protocols share must not contain names
+of a protocol.
 """
 
 import ast
@@ -32,7 +33,7 @@ OF_VECTORS = {RequestField.VECTORS, RequestField.VECTORS_WIDTH, RequestField.VEC
 OF_SPANS = {RequestField.SPANS, RequestField.SPAN_UNIT, RequestField.SPAN_ENDS}
 OF_SCORES = {RequestField.QUERY, RequestField.TOP_K, RequestField.ACTIVATION}
 OF_REPLIES = {RequestField.TOKEN_STRINGS, RequestField.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {RequestField.IDS, RequestField.SPAN_ENDS}  # an error about these fields also has the index of an id or a span
+PLACED = {RequestField.IDS, RequestField.SPAN_ENDS}  # an error about these fields names an id or a span of the input
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
@@ -111,7 +112,8 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 )  # fmt: skip
 def test_the_fields_of_score(path: FieldPath, inputs: str) -> None:
     found = naming.SCORES[inputs].field(path)
-    # The name has the index of a document, but the field is a single tensor. So remove the index.
+    # The error names one document, such as document_vectors[3]. But the field document_vectors is a single tensor, so
+    # remove the index.
     check_path(pb.ScoreRequest, re.sub(r"^document_vectors\[\d+\]", "document_vectors", found))
 
 
@@ -119,7 +121,7 @@ def test_the_fields_of_score(path: FieldPath, inputs: str) -> None:
 def test_the_values_of_encserve(name: Naming) -> None:
     """In an error, each value has the name of the protobuf value with the same number.
 
-    `Task.NEITHER` is TASK_UNSPECIFIED.
+    So the name of `Task.NEITHER` is TASK_UNSPECIFIED.
     """
     enums: dict[Any, Any] = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
     for ours, theirs in enums.items():
@@ -147,7 +149,7 @@ def test_the_fields_of_open_inference(path: FieldPath) -> None:
 def test_the_values_of_open_inference() -> None:
     """In an error, an output kind has the name of the tensor in the reply.
 
-    Data types and tasks have the names that callers send as parameters.
+    Data types and tasks have the names that callers send as values of parameters.
     """
     values = (
         (OutputKind.TOKENS, "last_hidden_state"),

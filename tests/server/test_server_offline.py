@@ -50,7 +50,7 @@ STATIC = {
         static_sparse=manifest_pb2.StaticSparse(tokenizer_file="query.json", weights_file="query.npy", max_tokens=6)
     ),
 }
-# For each name: the changes of a bundle, and several calls with their inputs and options.
+# Each case changes a bundle and makes several calls. A call has inputs and options.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[list[Any], dict[str, Any]]]]] = {
     "plain": (
         {},
@@ -155,11 +155,12 @@ async def test_rows_have_the_same_bits_as_those_of_a_server(
 
 @pytest.mark.system  # measures for two seconds
 def test_a_job_takes_the_largest_of_nearly_equal_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several batch budgets are nearly equally fast, a job takes the largest budget, and a server the smallest.
+    """If several batch budgets are nearly equally fast, a job takes the largest budget.
 
-    A job has no waiting callers, and each batch has a fixed cost, so large batches are better.
+    A server takes the smallest budget. A job has no waiting callers, and each batch has a fixed cost. So large batches
+    are better for a job.
     """
-    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # measurements that vary are stored too
+    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # store the measurements, even if they vary widely
     bundle = write_bundle(tmp_path / "bundles")
     remembered = bundle.parent / f".{bundle.name}.tuned.json"
     Embedder(bundle, tune_batches=True).close()
@@ -213,7 +214,10 @@ print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", 
 
 @pytest.fixture
 def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a function that makes an embedder with a fake engine. It takes the keyword arguments of `fake_model`."""
+    """Yield a function that makes an embedder with a fake engine.
+
+    The function takes the engine, and keyword arguments for `fake_model`.
+    """
     opened: list[tuple[Embedder, FakeEngine]] = []
     folder = tmp_path / "tiny" / "1"
     folder.mkdir(parents=True)
@@ -345,7 +349,7 @@ def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
     engine.broken = True
     with pytest.raises(EngineUnhealthy, match="the device is lost"):
         embedder.run(random_ids(20))
-    engine.broken, engine.nan_id = False, 0  # the probe of the engine also has id 0
+    engine.broken, engine.nan_id = False, 0  # the probe of the engine has id 0, so the probe gets NaN
     with pytest.raises(EngineUnhealthy, match="NaN or infinity"):
         embedder.run([[0, 5], [0, 6]])
     engine.nan_id = None

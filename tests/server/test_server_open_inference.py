@@ -33,7 +33,7 @@ INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Mod
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("dtype", ["<i8", "<i4"])
 async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -> None:
-    """The reply has padded hidden states. The request also has a mask, and token types of zeros.
+    """The request has token ids, a mask, and token types of zeros. The reply has padded hidden states.
 
     Most tokenizer libraries return a mask and token types, so callers may send both.
     """
@@ -55,7 +55,7 @@ async def test_text_gives_the_same_as_encode(shared: FakeServer, raw: bool) -> N
     parts = [row[:length].tobytes() for row, length in zip(got["last_hidden_state"], rows.lengths, strict=True)]
     assert b"".join(parts) == rows.data
     assert got["embedding"].tobytes() == vectors.data
-    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # the shape of KServe's texts
+    column = await infer(shared, raw=raw, text=text_tensor(*texts).reshape(3, 1))  # KServe sends this shape
     np.testing.assert_array_equal(column["embedding"], got["embedding"])
 
 
@@ -170,7 +170,8 @@ def raw_and_typed() -> pb.ModelInferRequest:
 
 
 REGION = {"shared_memory_region": "region"}
-REFUSED = [  # a request, the field that the error names, and a part of the message
+# Each row has a request, the field that the error names, and a part of the message.
+REFUSED = [
     (infer_request(), "inputs", "was empty"),
     (infer_request(attention_mask=MASK), "inputs", "was attention_mask"),
     (texts("a", input_ids=IDS), "inputs", "was text, input_ids"),
@@ -246,7 +247,7 @@ async def test_limits_of_settings_and_models(start_server: StartServer, tmp_path
 
 async def test_a_padded_reply_that_is_too_large_is_refused_before_the_run(start_server: StartServer) -> None:
     server = await start_server(max_response_mib=1, max_request_sequences=5000)
-    array = np.ones((4000, 30), np.int64)  # 4,029 tokens, but 120,000 vectors of 16 bytes after padding
+    array = np.ones((4000, 30), np.int64)  # the request has 4,029 tokens, but the padded reply has 120,000 vectors
     mask = np.zeros_like(array)
     mask[:, 0] = mask[0] = 1
     failed = await refusal(infer(server, input_ids=array, attention_mask=mask))

@@ -102,7 +102,10 @@ async def test_a_model_of_vectors(start_server: StartServer) -> None:
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "INT8"])
 async def test_numbers_of_every_type(shared: FakeServer, datatype: str) -> None:
-    """For every data type, the reply has the same bits as over gRPC. FP16 has only binary tensors, no JSON."""
+    """For every data type, the reply has the same bits as over gRPC.
+
+    The protocol has no FP16 in JSON, so the reply with FP16 is always binary.
+    """
     want = await infer(shared, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
     as_binary = {"datatype": datatype, "binary_data_output": True}
     for parameters in [as_binary] if datatype == "FP16" else [as_binary, {"datatype": datatype}]:
@@ -222,7 +225,9 @@ def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 SAYS = {"name": "lengths", "parameters": {}}
-REFUSED: list[tuple[Any, str, str]] = [  # errors of JSON; the gRPC tests check fields and shapes
+# Each row has a request with an error, the field that the error names, and a part of the message. The tests over gRPC
+# check more errors of fields and shapes.
+REFUSED: list[tuple[Any, str, str]] = [
     (b"", "", "the body is not valid JSON"),
     (b"[1]", "", "must be a JSON object"),
     (b'{"raw": 1, "inputs": ', "", "the body is not valid JSON"),
@@ -382,7 +387,7 @@ async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(s
 
 
 async def test_calls_are_counted_by_route_and_status(server: FakeServer) -> None:
-    """The path of the route has a placeholder for the name of the model."""
+    """The label `route` has a placeholder instead of the name of the model."""
     await ask(server, ids())
     await post(server, PATH, ids(-IDS))
     route = "POST /v2/models/{name:path}/infer"

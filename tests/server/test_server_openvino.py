@@ -79,7 +79,7 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 def test_vectors(tmp_path: Path) -> None:
     model = build()
     del model.graph.node[0]  # remove the embedding lookup; an input of the graph takes its place
-    model.graph.node[0].input[0] = "attention_mask"  # the Shape node needs only an input of shape (batch, seq)
+    model.graph.node[0].input[0] = "attention_mask"  # the Shape node used the ids; the mask has the same shape
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
     graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
@@ -111,7 +111,7 @@ def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO would emulate bfloat16, or compute in float32 without a warning."""
+    """Without this error, OpenVINO would emulate bfloat16, or compute in float32 without a warning."""
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:

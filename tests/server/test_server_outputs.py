@@ -66,7 +66,7 @@ def unit(rows: Numbers) -> Numbers:
 
 
 def product(rows: Numbers, weights: Numbers) -> Numbers:
-    """Return rows @ weights. The bits of a row do not depend on the batch, unlike with BLAS."""
+    """Return rows @ weights. Unlike with BLAS, the bits of a row never depend on the other rows."""
     return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
 
 
@@ -215,7 +215,7 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 @example(5, 2, K.WEIGHTED_MEAN, 0)
 @example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
-    """A sequence of prompt tokens only does not fail. Except with CLS pooling, its vector has only zeros."""
+    """A sequence that has only prompt tokens does not fail. Its vector has only zeros, except with CLS pooling."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))
     (rows,) = random_rows([length], seed)
     (found,) = compute_one(outputs, rows, outputs.check([OutputSpec(K.MODEL)], skipped_tokens=skipped))
@@ -462,7 +462,7 @@ def test_a_weight_under_its_own_id_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("kind", [K.TOKENS, K.SPANS, *SPAN_POOLINGS])
 @pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16])
 def test_an_overflow_of_a_norm_is_found(kind: OutputKind, data_type: DataType) -> None:
-    """The hidden states are finite. A division by the infinite norm would return zeros."""
+    """The hidden states are finite, but the norm is infinite. Without an error, the division would return zeros."""
     rows = random_rows([2, 2, 1])
     rows[1][:] = LARGE
     spans: list[TokenSpans | None] = [np.array([[0, len(it)]]) for it in rows]
@@ -498,7 +498,7 @@ def test_zeros_from_a_head_are_returned(kind: OutputKind, l2_normalize: bool) ->
 @pytest.mark.parametrize("kind", [K.MEAN, K.WEIGHTED_MEAN, K.MEAN_SQRT_LENGTH])
 @pytest.mark.parametrize("others", [(), (OutputSpec(K.CLS),)])
 def test_an_overflow_of_a_sum_fails_the_outputs_that_need_it(kind: OutputKind, others: tuple[OutputSpec, ...]) -> None:
-    """If a sum overflows, the sequence fails only if one of its outputs needs the sum.
+    """After the overflow of a sum, a sequence fails only if one of its outputs needs the sum.
 
     Binary outputs fail too, although bits are always finite.
     """
@@ -555,7 +555,7 @@ def test_a_pooled_range_is_the_pooling_of_its_rows(made: tuple[Rows, TokenSpans]
 
 
 def similar_vectors(seed: int, count: int) -> Numbers:
-    """Return (count, 3) vectors of length 1. Several vectors may be equal."""
+    """Return vectors of length 1, in the shape (count, 3). Some vectors may be equal."""
     vectors = np.random.default_rng(seed).integers(-2, 3, (count, 3)).astype(np.float32)
     vectors[~vectors.any(axis=1), 0] = 1
     return unit(vectors)
@@ -590,7 +590,7 @@ def test_token_pooling_keeps_protected_tokens_and_the_number_of_clusters(
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool
 ) -> None:
-    """The first and the last of several vectors are equal."""
+    """The last vector is a copy of the first, so the test includes equal vectors."""
     torch = pytest.importorskip("torch")
     theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
     vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
@@ -606,8 +606,8 @@ def test_clusters_are_those_of_sentence_transformers(
 def test_vectors_are_joined_by_the_model_and_then_by_the_call(own_factor: float) -> None:
     """A document's vectors are joined twice: with the model's factor, then with the call's factor.
 
-    Joined vectors have no index. This model does not join the vectors of queries. A call without a task counts as a
-    document.
+    A joined vector has no token index. This model does not join the vectors of queries. A call without a task counts as
+    a document.
     """
     pytest.importorskip("scipy")
     own = TokenPooling(own_factor, l2_normalize=False) if own_factor else None

@@ -113,7 +113,7 @@ def test_rows_are_reported_as_normalised() -> None:
     assert [OUTPUTS.is_l2_normalized(Output(K.TOKENS, unit)) for unit in (True, False)] == [True, False]
 
 
-# Refused outputs: the specs, the field with its index, and a pattern of the message.
+# Each row has the specs of refused outputs, the path of the field in the error, and a pattern of the message.
 REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
     ((OutputSpec(K.MULTI_VECTOR, dimensions=129),), FieldPath(F.OUTPUT_DIMENSIONS, 0), "at most 128, .* was 129"),
     (
@@ -141,7 +141,7 @@ REFUSED: list[tuple[tuple[OutputSpec, ...], FieldPath, str]] = [
 ]
 
 
-# The names of a test protocol: the name of a field or value is in angle brackets.
+# The names of a test protocol. The name of each field and of each value is in angle brackets.
 PROTOCOL = Naming(
     {field: f"<{field.name}>" for field in RequestField},
     {enum: {value: f"<{value.name}>" for value in enum} for enum in (OutputKind, Task, DataType)},
@@ -257,7 +257,7 @@ def test_static_weights_need_texts_and_a_separate_call() -> None:
         (OutputSpec(K.MODEL, data_type=DataType.INT8, dimensions=9), 9),
         (OutputSpec(K.MULTI_VECTOR), 9 * (128 * 4 + 4)),
         (OutputSpec(K.MULTI_VECTOR, data_type=DataType.INT8), 9 * (128 + 4)),
-        (OutputSpec(K.SPANS, data_type=DataType.BINARY), 5 * (384 * 4 + 5)),  # float32, before the bits are packed
+        (OutputSpec(K.SPANS, data_type=DataType.BINARY), 5 * (384 * 4 + 5)),  # counts float32, before packing
         (OutputSpec(K.SPARSE), 0),
     ],
 )
@@ -276,7 +276,7 @@ def test_the_bytes_of_weights() -> None:
 
 
 def test_the_bytes_of_weights_include_their_padding() -> None:
-    """One long vector can make a padded reply large."""
+    """A padded reply has as many weights for every sequence as for the sequence with the most weights."""
     plan = OUTPUTS.plan((OutputSpec(K.SPARSE),), Task.NEITHER, 0)
     sequences = [TokenSequence(np.ones(1, np.int64), 1, outputs=(sparse_rows(n),)) for n in (100, 1, 1)]
     size = ReplySize(OUTPUTS, None, limit=300 * 8 - 1)
@@ -322,7 +322,8 @@ def test_one_ordinary_output_costs_its_tokens(spec: OutputSpec, tokens: int) -> 
 def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpec, tokens: int, spans: int) -> None:
     """Two calls are not cheaper than one call with all outputs.
 
-    The first of the two calls lacks one output. The second call has this output and the most expensive output.
+    The first of the two calls lacks one output. The second call has this output and the output with the highest
+    cost.
     """
     together = OUTPUTS.cost(check(*dict.fromkeys([*specs, another])), tokens, spans)
     second = check(OutputSpec(K.SPARSE, max_active_dims=2**31 - 1), another)
@@ -330,7 +331,7 @@ def test_a_split_call_is_not_cheaper(specs: list[OutputSpec], another: OutputSpe
 
 
 def test_the_cost_of_expensive_outputs() -> None:
-    """Each output after the first costs one token. Joined vectors cost all tokens again.
+    """Each output after the first costs one token. Each join of the vectors costs all tokens again.
 
     Each span output costs one token per 100 spans, rounded up.
     """

@@ -1,4 +1,7 @@
-"""Tests of pairs of texts. The server and the tokenizers library cut pairs equally, and return equal ids and types."""
+"""Tests of pairs of texts. The server and the library tokenizers truncate pairs in the same way.
+
+Both return the same ids and token types.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from encserve_server.models.turns import FairThreadPool
 from encserve_server.types.bundles import Graph
 
 WORDS = {f"w{i}": i for i in range(30)}
-# Pair templates. A key names a family of models, or a property of the template.
+# Each template joins two texts into one sequence. A key names a family of models, or a property of the template.
 TEMPLATES = {
     "bert": processors.TemplateProcessing(
         single="w1 $A w2", pair="w1 $A w2 $B:1 w2:1", special_tokens=[("w1", 1), ("w2", 2)]

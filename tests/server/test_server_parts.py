@@ -152,7 +152,7 @@ def test_defaults_depend_on_the_device() -> None:
     [
         (2048, {}, 512),
         (65536, {}, 1024),
-        (100, {}, 68),  # the minimum: one request and one reply of the largest size
+        (100, {}, 68),  # a request and a reply of the largest size must fit
         (65536, {"max_response_mib": 1024}, 1028),
         (100, {"max_in_flight_mib": 2000}, 2000),
     ],
@@ -373,7 +373,7 @@ def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     class Interrupted:
-        """A tokenizer that raises KeyboardInterrupt, as after Control-C."""
+        """A tokenizer that raises KeyboardInterrupt, as if the user had pressed Control-C."""
 
         encode_batch_fast = interrupt
 
@@ -431,7 +431,7 @@ def test_a_varint_is_that_of_protobuf(number: int) -> None:
 
 @given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
 def test_a_message_joined_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
-    """The field `data` is in a RaggedTensor, which is in an EncodeResponse, which is in an EncodeStreamResponse."""
+    """The parts are the value of the field `response.outputs[0].data` of an EncodeStreamResponse."""
     numbers = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER, pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
     views = [memoryview(part) for part in data]
     tensor = [pb.RaggedTensor(width=3).SerializeToString(), *wire.field(pb.RaggedTensor.DATA_FIELD_NUMBER, views)]

@@ -1,6 +1,7 @@
-"""Tests of the cache folder of prepacked weights, which sessions and processes share.
+"""Tests of the cache folder for prepacked weights.
 
-Shared weights do not change hidden states. Each entry is written once. A folder of another user is not used.
+Prepacked weights have the memory layout of ONNX Runtime's kernels. Sessions and processes share these weights. Hidden
+states are the same with and without shared weights. Each entry is written once. A folder of another user is not used.
 """
 
 import contextlib
@@ -172,7 +173,7 @@ def truncate(entry: Path) -> None:
 
 
 def overwrite(entry: Path) -> None:
-    """Overwrite some bytes of a file, but keep the size and the modification time of the file."""
+    """Overwrite some bytes of an entry's weights, but keep the size and the modification time of the file."""
     path = entry / "model.onnx.data"
     before = path.stat()
     with path.open("r+b") as file:
@@ -251,7 +252,7 @@ def forbid_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # a read-only folder would not stop root
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # root can write to a read-only folder
     return "Read-only file system"
 
 
@@ -369,7 +370,7 @@ Cache(Path(sys.argv[1])).entry({"a": "b"}, make)
 """
     assert subprocess.run([sys.executable, "-c", program, str(folder)], check=False).returncode == -9
     assert not entries(folder)
-    assert len(list(folder.iterdir())) == 2  # the lock file and the unfinished entry
+    assert len(list(folder.iterdir())) == 2  # these are the lock file and the unfinished entry
     entry = Cache(folder).entry({"a": "b"}, make("whole"))
     assert (entry / "file").read_text() == "whole"
     assert {path.name for path in folder.iterdir()} == {".lock", entry.name}
@@ -407,7 +408,7 @@ def test_the_folder_comes_from_the_setting_or_the_environment(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def used(cache_dir: Path | None) -> list[Path]:
-        """Return the folders that have got a new entry, relative to tmp_path."""
+        """Open an engine, and return the cache folders that got a new entry, relative to tmp_path."""
         weights = open_weights(cache_dir, bundle.fingerprint, bundle.graph.path.parent, lambda: True)
         before = set(tmp_path.rglob("entry.json"))
         with open_engine(bundle.graph, weights):

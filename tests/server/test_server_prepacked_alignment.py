@@ -22,7 +22,7 @@ WIDTHS = {"tiny": 24, "TinyBERT": 312, "MiniLM": 384}
 def write_products(path: Path, width: int) -> Path:
     """Write a graph with a table of 19 vectors and two matrix products.
 
-    The second product has a bias and is inside a branch.
+    The second product has a bias and is inside both branches of an If node.
     """
     rng = np.random.default_rng(0)
     sizes = {"table": (19, width), "up": (width, 72), "bias": (width,), "down": (72, width)}

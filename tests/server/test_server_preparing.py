@@ -1,4 +1,7 @@
-"""While bundles are prepared, the ports are open. Refused callers get the stage of the preparation."""
+"""Tests of a server that still prepares its bundles.
+
+The ports are already open. The error of a refused call names the stage, such as a download.
+"""
 
 import asyncio
 import contextlib

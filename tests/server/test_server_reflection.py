@@ -81,7 +81,7 @@ async def test_can_be_turned_off(start_server: StartServer) -> None:
 async def test_a_caller_without_stubs(shared: FakeServer, version: str) -> None:
     """Like grpcurl, a caller without stubs can load a service's descriptors, build a request, and call the method."""
     pool = descriptor_pool.DescriptorPool()
-    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # imported files come last
+    for file in reversed((await files_for(shared, version, ENCODER)).values()):  # the pool needs imported files first
         pool.Add(file)
     method = pool.FindServiceByName(SERVICE).FindMethodByName("Encode")
     request_type = message_factory.GetMessageClass(method.input_type)

@@ -1,7 +1,7 @@
 """Tests of the scheduler with a fake engine and a fake clock.
 
 They check delivery, admission, cancellation, deadlines, failures and health. A lane is a thread that runs batches on
-the engine.
+the engine. A probe runs a sequence that every working engine can compute.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class BrokenTracer:
 
 
 class Span:
-    """A span of a traced request."""
+    """A fake span of a traced request. It checks the times of the stage `queue`."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         assert name == "queue"
@@ -174,7 +174,8 @@ class Bench:
     def second_passes_and(self, condition: Callable[[], bool]) -> Callable[[], bool]:
         """Return a function that checks `condition`, and advances the clock by one second if `condition` is false.
 
-        If no lane is idle, the probe fails. The scheduler probes again one second later.
+        A probe fails if no lane is idle. The scheduler then waits one second before the next probe. So `condition` may
+        need several seconds.
         """
 
         def check() -> bool:
@@ -489,19 +490,19 @@ async def test_a_call_cancelled_in_the_queue_frees_its_room_and_never_runs(bench
 
 @pytest.mark.parametrize("expires", [False, True])
 async def test_a_sequence_dropped_by_a_lane_is_counted_once(bench: Bench, expires: bool) -> None:
-    """A lane may drop the sequences of a cancelled call before the event loop runs the call's task.
+    """A lane may drop the sequences of a cancelled or expired call before the event loop runs the call's task.
 
     Each dropped sequence must be counted once.
     """
     first = await bench.busy()
     (dropped,) = await bench.queue([ids(2), ids(2)], deadline=5.0)
     (other,) = await bench.queue([ids(3)])
-    if expires:  # gRPC cancels a call at its deadline
+    if expires:  # the lane drops the call first, and gRPC cancels the call later
         bench.clock.advance(6)
     else:
         dropped.cancel()
     bench.engine.let_one_go()
-    assert bench.engine.started.acquire(timeout=60)  # this line blocks the event loop
+    assert bench.engine.started.acquire(timeout=60)  # blocks the event loop, so that the lane drops the call first
     dropped.cancel()
     bench.engine.let_go()
     await asyncio.wait([dropped])
@@ -596,7 +597,7 @@ async def test_a_broken_engine_is_unhealthy_until_a_probe_succeeds(bench: Bench)
 
 
 async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> None:
-    bench.engine.nan_id = 0  # the probe also has this id
+    bench.engine.nan_id = 0  # the probe has this id, so the probe fails too
     for _ in range(3):
         with pytest.raises((InferenceFailed, EngineUnhealthy)):
             await bench.encode(ids(0))
@@ -758,7 +759,7 @@ async def test_a_run_may_end_while_readiness_is_read(bench: Bench, monkeypatch: 
 
 
 async def test_a_single_batch_has_the_whole_device(two_lanes: Bench) -> None:
-    """The first batch has the whole device. So a call that arrives during this run waits, although a lane is free."""
+    """A single batch has the whole device. So a call that arrives during its run waits, although a lane is free."""
     first = await two_lanes.busy()
     (second,) = await two_lanes.queue([ids(2)])
     assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
@@ -787,7 +788,7 @@ async def test_several_batches_run_in_parallel(two_lanes: Bench) -> None:
 
 
 async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe in an idle lane makes the engine healthy again, although a run in the other lane does not end."""
+    """After a successful probe in an idle lane, the scheduler is ready, although the run in the other lane goes on."""
     bench = Bench(2, stall_seconds=math.inf)
     bench.engine.has_wide_session = False
     bench.scheduler.start()

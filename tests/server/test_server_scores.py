@@ -1,4 +1,4 @@
-"""Tests of Score with real models of a few nodes: scores, ranks, cuts, similarities, and refused requests."""
+"""Tests of Score with tiny ONNX models: scores, ranks, truncation, similarities, and refused requests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ async def score(server: FakeServer, **fields: Any) -> pb.ScoreResponse:
 
 
 def found(response: pb.ScoreResponse) -> Any:
-    """Return the scores, (n, labels)."""
+    """Return the scores in the shape (n, labels)."""
     return np.frombuffer(response.scores, "<f4").reshape(-1, response.label_count)
 
 
@@ -54,7 +54,7 @@ async def refused(server: FakeServer, **fields: Any) -> Failed:
 
 
 def asked(documents: list[list[int]] | None = None, **fields: Any) -> dict[str, Any]:
-    """Return the fields of a request for `QUERY`."""
+    """Return the fields of a request with the query `QUERY`."""
     return {"query": text(*QUERY), "documents": [text(*it) for it in documents or DOCUMENTS], **fields}
 
 
@@ -344,7 +344,10 @@ async def test_wrong_requests_to_a_dense_model_name_the_field(serve: Serve) -> N
 
 @pytest.mark.parametrize("is_dense", [False, True])
 async def test_an_error_of_a_query_names_the_query(serve: Serve, *, is_dense: bool) -> None:
-    """A dense model computes each different query once, so the index of a query is not the index of its pair."""
+    """For a query of a pair, the error has the index of the pair.
+
+    A dense model computes each different query once, so the index of the computed query is not the index of the pair.
+    """
     server = await serve({}) if is_dense else await serve(FILES, scores=scores())
     long, problem = "w5 " * 400_000, "query: must be at most 262144 bytes (max_text_bytes)"
     assert (await refused(server, query=long, documents=["w6", "w7"])).text.startswith(problem)

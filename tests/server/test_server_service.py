@@ -143,11 +143,12 @@ def request(*inputs: Any, **fields: Any) -> pb.EncodeRequest:
 
 
 def unknown(value: int) -> Any:
-    """Return a number that is not in an enum, with a type that mypy accepts."""
+    """Return `value` with the type Any, so that mypy accepts a number that is not in the enum."""
     return value
 
 
-BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that the error names, part of the message
+# Each row has a request, the field that the error names, and a part of the message.
+BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [
     (request(), "inputs", "at least 1 sequence"),
     (pb.EncodeRequest(inputs=[pb.Input()]), "inputs[0]", "none is set"),
     (request([1], []), "inputs[1].token_ids", "at least 1 id"),
@@ -217,7 +218,7 @@ async def test_a_later_piece_names_its_refused_inputs(shared: FakeServer) -> Non
 async def test_the_names_of_refused_inputs_fit_into_the_trailers(
     shared: FakeServer, inputs: list[Any], most: int
 ) -> None:
-    """gRPC clients accept 8 KiB of trailers, names included."""
+    """gRPC clients accept at most 8 KiB of trailers. So the trailer may lack some of the refused inputs."""
     failed = await refusal(shared.encode(*inputs))
     assert min(most, 30) <= len(failed.refused) <= most
     assert sum(len(text) + len(reason) for text, reason in failed.refused) < 7 * 1024
@@ -325,14 +326,18 @@ async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server
     assert (await refusal(server.encode(*[[1]] * 14_000, options=pooled))).reason == "RESPONSE_TOO_LARGE"
     assert server.engine.batches == []
     many = [[1] * LONGEST] * 1999
-    failed = await refusal(server.encode(*many))  # the server knows the size of the prepared pieces only
+    # The server prepares the inputs in groups, and checks the size of the reply after each group.
+    failed = await refusal(server.encode(*many))
     assert (failed.code, failed.reason) == (INVALID, "RESPONSE_TOO_LARGE")
     fitting = int(failed.text.rpartition("the first ")[2].split()[0])
     assert len((await server.encode(*many[:fitting])).sequences) == fitting
 
 
 async def test_a_closed_queue_refuses_calls_before_it_reads_them(start_server: StartServer) -> None:
-    """The refusal of a large call costs no more than the refusal of a small call."""
+    """While the queue is closed, the server does not read the inputs of a call.
+
+    So the refusal of a large call costs no more than the refusal of a small call.
+    """
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
     async with server.queue_of(31):
         await refusal(server.encode([3] * 10))  # after this refusal the queue is closed
@@ -361,7 +366,7 @@ async def test_an_unhealthy_engine_refuses_calls_before_it_reads_them(server: Fa
 
 
 async def test_other_calls_run_while_a_large_request_is_decoded() -> None:
-    """The event loop runs other tasks at least once for each 32,768 token ids that it copies."""
+    """While the server copies token ids, other tasks run at least once for each 32,768 ids."""
     request = pb.EncodeRequest(inputs=[make_input([1] * 512) for _ in range(256)])
     turns = 0
 

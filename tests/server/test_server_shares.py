@@ -98,7 +98,7 @@ def test_short_calls_rarely_wait_for_a_flood_of_many_lengths(seed: int) -> None:
     random, policy = Random(seed), BatchPolicy(2048, 256, 0.25)
     queue, flood, search = PendingQueue(), Caller("flood"), Caller("search")
     sent: dict[TokenSequence, int] = {}
-    waits: list[int] = []  # for each call of `search`, the number of batches that it waited for
+    waits: list[int] = []  # for how many batches each call of `search` waited
 
     def length() -> int:
         return min(int(random.lognormvariate(3.3, 0.8)) + 1, 256)
@@ -152,7 +152,7 @@ def test_a_callers_time_alone_or_away_changes_no_share() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """Before a sequence starts, other callers get at most the number of tokens in the docstring of Scheduler."""
+    """While a sequence waits, each other caller gets a limited number of tokens. See the docstring of Scheduler."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})
@@ -190,7 +190,7 @@ def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tup
 
 
 def test_a_long_call_runs_although_short_calls_of_its_caller_run() -> None:
-    """A caller has a long call and short calls. The short calls run in every batch of another caller.
+    """A caller has a long call and short calls. The short calls run in the batches of another caller.
 
     The short calls count against the caller's share. Nevertheless, the long call must run.
     """

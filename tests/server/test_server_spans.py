@@ -157,9 +157,9 @@ async def test_each_range_is_a_row(shared: FakeServer) -> None:
 
 
 async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
-    """Positions count tokens before truncation.
+    """A range without remaining tokens gets a vector of zeros.
 
-    So truncation does not change the position of the last special token.
+    Ranges count tokens before truncation. So truncation does not change the position of the last special token.
     """
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]

@@ -234,7 +234,7 @@ async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_p
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """OpenSSL supports these keys. The HTTP port would present a certificate, but the gRPC port would not."""
+    """OpenSSL supports these keys. Without an error, only the HTTP port would present the certificate."""
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(FileError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
@@ -378,7 +378,7 @@ async def test_an_expired_authority_in_a_file_with_a_valid_one(
 async def test_old_sessions_are_not_resumed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """A resumed session skips the check of the caller's certificate, and the certificate may have expired."""
+    """A resumed session would skip the check of the caller's certificate, which may have expired in the meantime."""
     monkeypatch.setattr("encserve_server.system.certificates.POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))
@@ -423,7 +423,10 @@ async def test_the_server_polls_the_files(
 async def test_a_fifo_in_place_of_a_file_is_refused(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No process writes to the FIFO. The server keeps the certificate, and uses the next regular file."""
+    """No process writes to the FIFO, so a read would not end. The server keeps the certificate.
+
+    After a regular file replaces the FIFO, the server loads this file.
+    """
     files = _files(made, tmp_path / "files")
     server = await start_server(tls_cert_file=files.cert, tls_key_file=files.key, http_port=0)
     watch = server.app._certificates
@@ -468,9 +471,9 @@ async def test_a_certificate_is_used_as_soon_as_it_is_valid(made: Certificates, 
 async def test_incomplete_handshakes_are_closed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server closes a connection without a finished handshake after 0.5 s. Other callers are served.
+    """If a handshake has not finished within 0.5 s, the server closes the connection. Other callers are served.
 
-    At the limit of connections, a new connection replaces the oldest connection without a finished handshake.
+    At the limit of connections, a new connection replaces the oldest connection that has not finished its handshake.
     """
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)

@@ -275,7 +275,10 @@ async def test_a_call_that_expires_in_the_queue_has_a_queue_span_only(traced: Tr
 
 
 async def stream_requests(server: FakeServer, *request_ids: str) -> None:
-    """Send a request for each id over one stream, and read all replies. The first request has a bad input."""
+    """Send a request for each of `request_ids` over one stream, and read all replies.
+
+    The first request has a bad input.
+    """
     rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
     call = rpc(metadata=SAMPLED)
     for i, request_id in enumerate(request_ids):
@@ -484,9 +487,10 @@ async def test_invalid_trace_headers_do_not_fail_a_request(metadata: list[tuple[
 async def test_spans_do_not_follow_jumps_of_the_wall_clock(
     receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times of spans are right, although each reading of the wall clock is an hour earlier.
+    """The times of spans are right, even if the wall clock goes back.
 
-    The monotonic clock of this test starts at about one year.
+    Each reading of the wall clock is an hour earlier than the previous reading. The monotonic clock of this test starts
+    at about one year.
     """
     wall = itertools.count(1_795_000_000_000_000_000, -3600 * 10**9)
     monkeypatch.setattr(tracing, "time", SimpleNamespace(time_ns=lambda: next(wall)))

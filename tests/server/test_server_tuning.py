@@ -89,7 +89,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
     """Return a function that returns the seconds of a run.
 
     A run takes a fixed time, and a time per token. In runs of more than `limit` tokens, the time per token is longer.
-    So the function imitates a full cache.
+    So the function imitates a CPU whose cache is too small for longer runs.
     """
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 

@@ -23,7 +23,7 @@ class Bench:
         self._released = threading.Event()
 
     async def hold(self) -> list["asyncio.Task[bool]"]:
-        """Send two tasks: one blocks the thread, and one waits behind it. Later work waits behind both."""
+        """Send two tasks: the first blocks the thread, and the second waits. Later work waits for both."""
         tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._released.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         return tasks
@@ -121,9 +121,9 @@ async def test_cancelled_work_does_not_delay_other_work() -> None:
 
 
 async def test_running_work_keeps_its_place_after_its_caller_has_gone() -> None:
-    """If a caller disconnects, running work keeps its place, because a thread cannot be stopped.
+    """If a caller disconnects, its running work still counts as running, because a thread cannot be stopped.
 
-    Otherwise, bulk work would start before urgent work.
+    Otherwise, the pool would hand more work to the thread, and bulk work would start before urgent work.
     """
     bench = Bench()
     running, handed_over = await bench.hold()

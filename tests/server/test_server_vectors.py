@@ -44,7 +44,8 @@ async def test_a_long_sequence_is_cut_if_the_call_allows_it(shared: FakeServer) 
 
 NAN = vectors(1, 2, 3)
 NAN[1, 3] = np.nan
-BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [  # request, field that the error names, part of the message
+# Each row has a request, the field that the error names, and a part of the message.
+BAD_REQUESTS: list[tuple[pb.EncodeRequest, str, str]] = [
     (pb.EncodeRequest(inputs=[make_input("hello")]), "inputs[0].text", "embeddings only"),
     (pb.EncodeRequest(inputs=[make_input([1])]), "inputs[0].token_ids", "embeddings only"),
     (embeddings(width=4), "inputs[0].embeddings", "at least 1 vector"),

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def worst_relative_error(got: Any, want: Any) -> float:
-    """Return the largest relative error |got - want| / |want| of a token, with Euclidean norms.
+    """Compute the relative error |got - want| / |want| of each token, with Euclidean norms. Return the largest error.
 
     Both arrays have the shape (seq, d_model).
     """
@@ -18,7 +18,10 @@ def worst_relative_error(got: Any, want: Any) -> float:
 
 
 def least_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Return the lowest cosine similarity of a token. Both arguments are lists of arrays of shape (seq, d_model)."""
+    """Compute the cosine similarity of each token, and return the lowest similarity.
+
+    Both arguments are lists of arrays of shape (seq, d_model).
+    """
     rows, others = np.concatenate(got).astype(np.float64), np.concatenate(want).astype(np.float64)
     cosines = (rows * others).sum(axis=1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(others, axis=1)
     return float(cosines.min())

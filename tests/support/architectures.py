@@ -100,7 +100,7 @@ def change_config(directory: Path, **settings: Any) -> None:
 
 
 def add_onnx_file(directory: Path, bundle: Path) -> None:
-    """Copy the graph of a bundle and its weights into a model's directory, as onnx/model.onnx."""
+    """Copy the graph and the weights of a bundle into the folder onnx/ of a model's directory."""
     (directory / "onnx").mkdir()
     for file in bundle.glob("model.onnx*"):
         shutil.copy(file, directory / "onnx")

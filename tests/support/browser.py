@@ -84,7 +84,8 @@ class OpenPage:
     def wait_until(self, condition: str) -> None:
         """Wait until a JavaScript expression is true. After PATIENCE_SECONDS, fail the test.
 
-        The Content Security Policy of the page refuses `wait_for_function`, which evaluates text inside the page.
+        The method does not use playwright's `wait_for_function`. That function evaluates text inside the page, but the
+        page's Content Security Policy forbids this.
         """
         ends = time.monotonic() + PATIENCE_SECONDS
         while not self.page.evaluate(condition):

@@ -43,8 +43,8 @@ class Authority:
     ) -> Pair:
         """Write a certificate NAME.pem and a key NAME.key.
 
-        The certificate is for these DNS names and addresses, by default for localhost. The certificate becomes valid in
-        `begins_in_days` days and expires in `days` days.
+        The certificate is for the DNS names and addresses in `names`, by default for localhost, 127.0.0.1 and ::1. The
+        certificate becomes valid in `begins_in_days` days and expires in `days` days.
         """
         now = datetime.datetime.now(datetime.UTC)
         issued = self._authority.issue_cert(

@@ -76,8 +76,8 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest golden case has 33 tokens, so a limit of 64 tokens is enough. The export also compares sequences with
-    # the length of the limit. A higher limit would make the export much slower.
+    # The longest golden case has 33 tokens, so a limit of 64 tokens is enough. The export also tests sequences that
+    # are as long as the limit. So a higher limit would make the export much slower.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )

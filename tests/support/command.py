@@ -19,7 +19,7 @@ TERMINAL = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TER
 
 
 def inputs(*files: object) -> list[str]:
-    """Return the arguments of `encserve` for some files of inputs."""
+    """Return the option --input for each file."""
     return [argument for file in files for argument in ("--input", str(file))]
 
 

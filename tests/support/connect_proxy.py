@@ -7,10 +7,10 @@ from typing import Self
 
 
 class ConnectProxy:
-    """Answers CONNECT. Every connection goes to one port of this machine. The requested host name is ignored.
+    """A proxy for CONNECT requests. It ignores the requested host, and connects all clients to one local port.
 
     Attributes:
-        asked: The host names that clients have requested.
+        asked: The hosts and ports that clients have requested, as HOST:PORT.
         address: The proxy's own host and port.
     """
 

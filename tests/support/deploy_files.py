@@ -69,7 +69,7 @@ def environment_of(service: Any) -> dict[str, str]:
 def stop_seconds(settings: dict[str, Any]) -> float:
     """Return the longest time that a server with these settings needs to stop, in seconds.
 
-    The last 5 s are for closing the models.
+    The sum includes 5 s for closing the models.
     """
     given = DEFAULTS | settings
     return float(given["drain_delay_seconds"]) + float(given["grace_seconds"]) + 5.0

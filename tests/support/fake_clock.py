@@ -6,7 +6,7 @@ import itertools
 
 
 class FakeClock:
-    """A clock. The time changes only in `advance`."""
+    """A fake of the server's `Clock`. The time changes only in `advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         """Start the clock at `start` seconds."""

@@ -174,7 +174,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     score_requests: list[pb.ScoreRequest] = field(default_factory=list)
     labels: tuple[str, ...] = ("relevant",)
-    score_fingerprint: str = ""  # the fingerprint in replies of Score; if empty, replies have `fingerprint`
+    score_fingerprint: str = ""  # the fingerprint in replies of Score; an empty string means `fingerprint`
     refused_texts: tuple[str, ...] = ("refused",)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_open: int = 0  # Encode requests without an answer
@@ -290,9 +290,9 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:  # noqa: N802
         """Score each document or text by its number of characters. Label n gets n times this number.
 
-        Each character of a query and a document is a token.
+        In `token_count`, each character of a text, and of the query of a pair, counts as a token.
 
-        The texts of `refused_texts` are refused. The text "crash" fails as if the server has died.
+        A text in `refused_texts` is refused. For the text "crash", the call fails with the status INTERNAL.
         """
         self.score_requests.append(request)
         texts = [*request.documents, *(pair.document for pair in request.pairs), *request.texts]

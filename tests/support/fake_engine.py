@@ -11,7 +11,8 @@ from encserve_server.engine.base import BatchResult, EngineInfo
 from encserve_server.types.arrays import ModelInput, Numbers, Rows
 from encserve_server.types.inspections import InspectKind, InspectTensor
 
-# Longer than the patience of `until`. Otherwise, the held batch would end first, and empty the queue.
+# The longest time that a held batch waits. The function `until` gives up earlier. Otherwise, a held batch could fail
+# and leave the queue while a test still waits.
 HELD_SECONDS = 2 * PATIENCE_SECONDS
 
 
@@ -36,7 +37,7 @@ class FakeEngine:
         poison: If a batch contains this token id, the batch fails.
         nan_id: If a sequence contains this token id, the hidden states contain a NaN.
         broken: If true, every batch fails.
-        alone: The argument `alone` of each started batch, see `Engine.run`.
+        alone: The argument `alone` of each started batch. See `Engine.run`.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class FakeEngine:
 
 
 def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbers:
-    """Return the array of a layer from `FakeInspector`.
+    """Return the array that `FakeInspector` returns for a layer.
 
     The numbers rise in equal steps from 100 × kind + layer to 100 × kind + layer + 1.
     """

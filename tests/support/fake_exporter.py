@@ -28,7 +28,7 @@ class FakeExporter:
     """A folder with the fake package.
 
     Attributes:
-        ready: The model repository of the bundles that the fake copies. It has my-encoder/1 and my-encoder/2.
+        ready: The model repository of the bundles that the fake copies. The bundles are my-encoder/1 and my-encoder/2.
         python_path: The value of PYTHONPATH for a process that exports with the fake.
     """
 
@@ -41,7 +41,7 @@ class FakeExporter:
         (package / "__init__.py").touch()
         (package / "cli.py").write_text(_MAIN.format(log=str(self._log), ready=str(self.ready)))
         self._log.touch()
-        others = os.environ.get("PYTHONPATH")  # an empty entry would be the current folder
+        others = os.environ.get("PYTHONPATH")  # Python reads an empty entry as the current folder
         self.python_path = os.pathsep.join([str(folder), others] if others else [str(folder)])
 
     def runs(self) -> list[str]:

@@ -25,9 +25,9 @@ class Hub:
         files: The files of each commit, by path.
         token: The token that callers must send; None if the repository is public.
         is_gated: Whether the server refuses every caller, with or without a token.
-        cut_after: If set, the next reply with more bytes breaks off after this number of bytes.
-        is_cut: Whether every reply with a large content ends after its headers.
-        hold_after: If set, replies with more bytes stop after this number of bytes, until `go_on` is set.
+        cut_after: If set, the next reply with more bytes ends early, after this number of bytes.
+        is_cut: Whether every reply with more than 64 KiB ends after its headers.
+        hold_after: If set, replies with more bytes pause after this number of bytes, until `go_on` is set.
         go_on: See `hold_after`.
         sent: The path of each request for a file's content, and the first byte that was requested.
     """
@@ -150,7 +150,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def open_hub(repository: str) -> Iterator[Hub]:
-    """Serve a repository on the Hub. The test stores the commits."""
+    """Start a fake hub with an empty repository. The test adds the commits."""
     hub = Hub(repository)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, hub)) as server:
         hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -166,7 +166,7 @@ def open_hub(repository: str) -> Iterator[Hub]:
 
 @contextlib.contextmanager
 def fake_hub(repository: str, directory: Path, revisions: tuple[str, ...] = ("main",)) -> Iterator[str]:
-    """Serve the files of a directory as a repository on the Hub. Yield the URL for the variable HF_ENDPOINT."""
+    """Start a fake hub with the files of a directory as a repository. Yield the URL for the variable HF_ENDPOINT."""
     with open_hub(repository) as hub:
         hub.commit(directory, *revisions)
         yield hub.endpoint

@@ -32,7 +32,7 @@ N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 INFER_SERVICE = "inference.GRPCInferenceService"
-page._STOP_SECONDS = 0.01  # the longest duration of a stop; short, because the tests stop hundreds of servers
+page._STOP_SECONDS = 0.01  # the metrics page stops within this time; the tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:

@@ -1,4 +1,4 @@
-"""A fake of the client's `Wire` without a network, for tests of the client's logic.
+"""A fake of `Wire`, the interface between the client's logic and the network, for tests of this logic.
 
 The fake's coroutines never suspend and never sleep. The fake also has its own clock.
 """

@@ -6,7 +6,7 @@ import random
 def damaged(data: bytes, rng: random.Random) -> bytes:
     """Return a copy of `data` with one to four random changes.
 
-    A change replaces a byte, removes the end, or adds bytes.
+    A change replaces a byte, removes the end of the data, or adds bytes.
     """
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):

@@ -40,7 +40,7 @@ SCORE = "/encserve.v1.EncoderService/Score"
 WATCH = "/grpc.health.v1.Health/Watch"
 _NICENESS = 10
 _END_SECONDS = 30
-# A closed connection is replaced by a new connection after 2 to 4 s.
+# If a connection ends, the attack opens a new connection after 2 to 4 s.
 _RECONNECT_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
@@ -268,13 +268,13 @@ async def _until_over(over: threading.Event, works: Iterable[Coroutine[Any, Any,
 
 
 def rest(over: threading.Event) -> Report:
-    """Do nothing."""
+    """Do nothing until the attack is over."""
     over.wait()
     return {"calls": 0}
 
 
 def silent(over: threading.Event, ports: Sequence[int], connections: int, hello: bytes, seconds: float) -> Report:
-    """Open connections to each port within some seconds. Each connection sends `hello` and nothing more.
+    """Open connections to each port, spread over `seconds`. Each connection sends `hello` and nothing more.
 
     If a connection ends, open a new connection after a pause.
     """
@@ -296,7 +296,7 @@ def silent(over: threading.Event, ports: Sequence[int], connections: int, hello:
 
 
 def open_watches(over: threading.Event, port: int, connections: int, streams: int, seconds: float) -> Report:
-    """Open `streams` streams of Health.Watch on each connection within some seconds, and keep them open.
+    """Open `streams` streams of Health.Watch on each connection, spread over `seconds`, and keep the streams open.
 
     This function writes the frames of HTTP/2 itself, because a library needs more CPU time than the server.
     """
@@ -349,7 +349,7 @@ def keep_streams(
     async def keep(method: Any) -> None:
         while True:
             stream = method(metadata=(("api-key", key),))
-            await asyncio.sleep(_DRIP_SECONDS)  # all streams are open before the first request
+            await asyncio.sleep(_DRIP_SECONDS)  # wait until all streams are open
             try:
                 await stream.write(request)
                 while (reply := await stream.read()) is not grpc.aio.EOF:
@@ -384,7 +384,7 @@ def _stream_status(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Holder:
-    """A group of callers that keep calls open. Each caller has its own connection.
+    """A group of callers. Each caller has its own connection, and keeps a call open.
 
     Attributes:
         name: The name of the group in the report.
@@ -435,7 +435,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # room for a small part of a reply
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # a buffer for a small part of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -549,6 +549,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    # A real attacker has its own CPUs. Here the server and its ordinary callers come first.
+    # A real attacker has its own CPUs. Here the attack shares the CPUs with the server, so its priority is lower.
     os.nice(19)
     _main()

@@ -77,20 +77,23 @@ def wide_fields(n_tokens: int) -> dict[str, object]:
 
     The reply is a little larger than the hidden states of `n_tokens` tokens in float32.
     """
-    # A number has about 20 bytes in JSON, but 4 bytes in float32. So one quarter of the numbers takes 1.25 times the
-    # bytes.
+    # A number has about 20 bytes in JSON, but 4 bytes in float32. So a quarter of the numbers in JSON takes 1.25 times
+    # the bytes of all numbers in float32.
     return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}
 
 
 def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
-    """Return callers that send almost 4 MiB. They send the last 64 KiB very slowly."""
+    """Return a group of callers that send almost 4 MiB each. They send the last 64 KiB very slowly."""
     return _holder(server, protocol, f"slow senders, {protocol}", count, (b" " * LONGEST_FIELD,), is_slow=True)
 
 
 def non_readers(
     server: RealServer, protocol: str, count: int, calls: int = 1, *, n_tokens: int = WIDE_TOKENS
 ) -> Holder:
-    """Return callers that do not read the replies of the wide model. A gRPC reply has 64 KiB for each token."""
+    """Return a group of callers that do not read the replies of the wide model.
+
+    A gRPC reply has 64 KiB for each token.
+    """
     wide = encode([[1] * n_tokens])
     message = {
         "unary": wide,

@@ -48,7 +48,7 @@ class Outcome:
     Attributes:
         control: Memory and latencies during the control.
         attacked: Memory and latencies during the attack.
-        after_bytes: The server's memory after the attack, when memory had time to fall.
+        after_bytes: The server's memory after the attack. The measurement first gives the server time to free memory.
         report: The report that the attack returned.
     """
 

@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from encserve_proto.bundle.v1 import manifest_pb2
 
 VOCAB_SIZE = 64
-# In the wide model, the hidden state of a token has 64 KiB. So the reply for 1,000 tokens has 62.5 MiB. The limit is
-# 64 MiB.
+# In the wide model, the hidden state of a token has 64 KiB. So the reply for 1,000 tokens has 62.5 MiB. The limit of
+# a reply is 64 MiB.
 WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
@@ -27,7 +27,7 @@ SLOW_ID, SLOW_STEPS = 7, 100
 # With this text, the tokenizer's regular expression stops after 10 million attempts. Then the tokenizers library
 # panics. In Python, the panic is a BaseException.
 PANIC_TEXT = "a" * 40 + "b"
-# The hidden state of the word "nan" has no numbers.
+# The hidden state of the word "nan" is NaN.
 NAN_TEXT, NAN_ID = "nan", 5
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]

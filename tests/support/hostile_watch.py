@@ -32,7 +32,8 @@ logger = logging.getLogger("hostile")
 
 MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
-# The pause of calls on all paths: 20 calls a second on each path.
+# A path is a kind of call, such as "http, new connection". On each path except "check" and "encode", at most 20 calls
+# start each second.
 PATH_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
@@ -76,7 +77,7 @@ class Health(NamedTuple):
         p99_ms: The 99th percentile of the latency of health checks.
         max_ms: The maximum latency of health checks.
         answers: The number of health replies other than SERVING, by path and reply.
-        ordinary: The number of replies to the ordinary caller: OK, or the path and another reply.
+        ordinary: The number of each reply to the ordinary caller. The key is OK, or the path and the other reply.
         ordinary_max_ms: The duration of the ordinary caller's longest call.
         ordinary_p99_ms: The 99th percentile of the ordinary caller's latency on all paths together.
         path_p99_ms: The 99th percentile of the latency by path, for health checks and the ordinary caller.
@@ -316,7 +317,7 @@ class _Prober:
             self._over.wait(pause_seconds - (ended - began) % pause_seconds)
 
     def _channel(self) -> grpc.Channel:
-        options = [("grpc.use_local_subchannel_pool", 1)]  # the channel does not share a connection
+        options = [("grpc.use_local_subchannel_pool", 1)]  # channels do not share connections
         if self._credentials is not None:
             return grpc.secure_channel(self._target, self._credentials, options=options)
         return grpc.insecure_channel(self._target, options=options)
