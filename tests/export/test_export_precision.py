@@ -1,4 +1,4 @@
-"""Exports in float16 and int8. Each precision has bounds for the difference from PyTorch.
+"""These tests export models in float16 and int8. Each precision has bounds for the difference from PyTorch.
 
 If a bundle exceeds these bounds, the export fails.
 """

@@ -112,7 +112,7 @@ def write_directory(
 ) -> Path:
     """Write one of the `DIRECTORIES`.
 
-    `settings` are added to tokenizer_config.json. If `modules` is true, a modules.json is written too.
+    Add `settings` to tokenizer_config.json. If `modules` is true, also write a modules.json.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -268,7 +268,10 @@ def test_a_misread_maximum_length_is_refused(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.system
 def test_ids_are_compared_up_to_the_given_length_without_modules(tmp_path: Path) -> None:
-    """transformers must cut texts to the given length too. Otherwise, the comparison refuses a correct bundle."""
+    """Export with a given maximum length, and expect success.
+
+    In the comparison, transformers must cut texts to the same length. Otherwise, the exporter refuses a correct bundle.
+    """
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
@@ -364,7 +367,7 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("_misread_eps")
 def test_a_misread_configuration_is_refused(tmp_path: Path) -> None:
-    """Only the comparison with transformers can find this fault."""
+    """The exporter reads a wrong eps. Only the comparison with transformers finds this fault."""
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match="transformers"):
         export(directory)
