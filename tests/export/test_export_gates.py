@@ -82,7 +82,7 @@ def swap_heads(output: Tensor) -> Tensor:
 
 
 def scale_queries(qkv: Tensor) -> Tensor:
-    """Multiply the queries of a (3·d_model, d_model) matrix by √d_k, to undo the division of scores by √d_k."""
+    """Multiply the queries of a (3·d_model, d_model) matrix by √d_k. This undoes the division of scores by √d_k."""
     q, k, v = qkv.chunk(3)
     return torch.cat((q * (q.shape[1] // 2) ** 0.5, k, v))
 

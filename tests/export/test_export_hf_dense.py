@@ -208,7 +208,7 @@ def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: 
 def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
     """Export a GPT-2 whose tokenizer also gives token types, and expect an error.
 
-    GPT-2 has no table of token types. GPT-2 reads token types as token ids, and adds the vectors of these tokens.
+    GPT-2 has no table of token types. It reads token types as token ids, and adds the vectors of these tokens.
     """
     sizes = {"n_embd": D_MODEL, "n_layer": 1, "n_head": 2, "n_positions": 96}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]

@@ -36,7 +36,7 @@ SIZES = {
 
 
 def wordpiece(**settings: Any) -> Tokenizer:
-    """Return a tokenizer of the same kind as BERT's."""
+    """Return a WordPiece tokenizer, such as the tokenizer of BERT."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *PIECES])}
     longest = settings.pop("max_input_chars_per_word", 100)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=longest))
@@ -51,7 +51,7 @@ def wordpiece(**settings: Any) -> Tokenizer:
 
 
 def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
-    """Return a tokenizer of the same kind as RoBERTa's."""
+    """Return a byte-level BPE tokenizer, such as the tokenizer of RoBERTa."""
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "<mask>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>", **settings))
@@ -63,7 +63,7 @@ def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a tokenizer of the same kind as DeBERTa-v3's in a file from transformers 4.
+    """Return a unigram tokenizer, such as the tokenizer of DeBERTa-v3 in a file from transformers 4.
 
     This tokenizer does not split off punctuation.
     """

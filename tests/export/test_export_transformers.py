@@ -149,7 +149,7 @@ def test_the_manifest_describes_the_model(data2vec: Path, models: Path) -> None:
 def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: Path) -> None:
     """Export a model with longrope for long sequences. Expect an error that names the longest possible length.
 
-    With longrope, a long text in a batch changes the positions of the short texts.
+    With longrope, a long text in a batch changes the positions of the short texts. The exporter refuses such lengths.
     """
     scaling = {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,

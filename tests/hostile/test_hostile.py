@@ -327,7 +327,7 @@ def test_calls_that_wait_behind_a_stalled_batch_get_an_error(tmp_path: Path) -> 
 
 @pytest.mark.system
 def test_a_suspended_process_is_not_a_stalled_batch(tmp_path: Path) -> None:
-    """During a batch, SIGSTOP suspends the process for longer than --stall-seconds. Later, all calls are answered."""
+    """During a batch, SIGSTOP suspends the server for longer than --stall-seconds. Still, all calls get a reply."""
     write_slow(tmp_path)
     with (
         hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "4") as server,

@@ -1,6 +1,6 @@
 """Callers attack a real server with requests for scores, ranks and labels. Each attack has a control: ordinary calls.
 
-During the control and the attack, another caller encodes texts. All calls of this caller must succeed. The tests
+During the control and the attack, another caller sends Encode calls. All these calls must succeed. The tests
 measure latencies, so no other test may run at the same time.
 """
 

@@ -1,4 +1,4 @@
-"""Clients of other projects get the same ranks from our server as sentence-transformers computes.
+"""Clients of other projects rank documents with our server, and get the same ranks as sentence-transformers.
 
 The clients have their default settings. The programs `*_ranks.py` call the server with these clients. The model is
 a cross-encoder. The weekly tests also use a dense model.

@@ -1,6 +1,7 @@
 """Tests TLS, client certificates and keys with curl, openssl, OpenAI's client, and clients in other languages.
 
-tests/server/test_server_tls.py tests Python's ssl. tests/client/test_client_tls.py tests our client.
+tests/server/test_server_tls.py tests the server with Python's module ssl. tests/client/test_client_tls.py tests our
+client.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 The folder replaces the image, and bubblewrap isolates the steps and the commands. This machine's operating system and
 Python replace the base image. As in a container, a command runs as user 10001, without capabilities. The command
-has a read-only root folder, the mounts and a separate network. Two things differ from a container. User 10001 also owns
-the files of the image. Memory and CPUs have no limit.
+has a read-only root folder, the mounts and a separate network. Two things differ from a container: user 10001 owns the
+files of the image, and memory and CPUs have no limit.
 """
 
 import json
@@ -73,7 +73,7 @@ class Stage:
             tmpfs: Paths in the container at which empty folders in memory are mounted. Without such a mount, /tmp is
                 read-only.
             has_network: Whether the command has the network of this machine instead of a separate network.
-            timeout: The longest time in seconds.
+            timeout: The time limit in seconds.
         """
         sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True)]
         for path in tmpfs:
@@ -102,7 +102,7 @@ class Dockerfile:
             path: The Dockerfile.
             folder: An empty folder for the files of all stages.
             arguments: Values for ARG.
-            dist: A folder with wheels. It replaces the folder dist in the build context.
+            dist: A folder with wheels. This folder replaces the folder dist in the build context.
         """
         self._folder = folder
         self._given = dict(arguments)
@@ -182,7 +182,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _context(folder: Path, dist: Path) -> Path:
-    """Copy the build context: the files and folders after "!" in .dockerignore. Return `folder`."""
+    """Copy the build context into `folder`: all files and folders after "!" in .dockerignore. Return `folder`."""
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         source = dist if line == "!dist" else ROOT / line.removeprefix("!")
         target = folder / line.removeprefix("!")

@@ -81,7 +81,7 @@ def wild_inputs(rng: random.Random) -> dict[str, Any]:
 
 
 def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
-    """Return the output arrays by name."""
+    """Return the output arrays of a gRPC reply by name."""
     assert len(response.raw_output_contents) == len(response.outputs)
     return {
         it.name: np.frombuffer(data, DTYPES[it.datatype]).reshape(it.shape)
@@ -110,10 +110,10 @@ def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
 
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
-    """Call a method of the Open Inference service. If the call fails, raise Failed."""
+    """Call a method of the Open Inference service. If the call fails, raise `fake_server.Failed`."""
     return response_type.FromString(await server.call(method, request, INFER_SERVICE))
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
-    """Call ModelInfer and return the output arrays by name. If the call fails, raise Failed."""
+    """Call ModelInfer and return the output arrays by name. If the call fails, raise `fake_server.Failed`."""
     return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))

@@ -1,6 +1,6 @@
-"""Has a fake backend for jobs on Ray, and starts a Ray cluster of several nodes on this machine.
+"""Provides a fake backend for jobs on Ray, and starts a Ray cluster of several nodes on this machine.
 
-A backend opens the encoder of a job. The fake backend needs no model. Ray's worker processes import this module.
+A backend opens the encoder of a job. The fake backend needs no model. The processes of Ray import this module.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Has a table of tiny cross-encoders and classifiers with random weights, and the pairs of texts for comparisons.
+"""Provides a table of tiny cross-encoders and classifiers with random weights, and the pairs of texts for comparisons.
 
 An entry is a directory in the format of transformers, or in the format of a CrossEncoder of sentence-transformers,
 version 5 or 6.

@@ -1,4 +1,4 @@
-"""Has a table of tiny models. Tests compare our vectors of each model with the vectors of the model's own library.
+"""Provides a table of tiny models. Tests compare our vectors of each model with the vectors of the model's own library.
 
 An entry is a directory in the format of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the
 directory, exports the directory once for all tests, and computes the library's vectors. An Embedder or a server
