@@ -1,4 +1,4 @@
-"""`encserve embed` uses a server that fails, and still writes the vectors of all good texts.
+"""`encserve embed` uses a server that fails, and still writes all vectors that the server can compute.
 
 The server restarts, refuses calls for some seconds, or crashes when it gets a certain text.
 """

@@ -1,4 +1,4 @@
-"""Callers without keys attack a real server. Each attack has a control: ordinary calls of the same kind.
+"""These tests attack a real server, mostly without a key. Each attack has a control: ordinary calls of the same kind.
 
 During an attack, the server must answer health checks and ordinary calls, and must not exceed its memory limit.
 The quick tests belong to the test tier `system`, and the other tests to the test tier `weekly`. The tests measure

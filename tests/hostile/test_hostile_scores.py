@@ -44,12 +44,12 @@ class Row:
 
 
 def over_grpc(callers: int, **fields: Any) -> Callable[[RealServer], Driver]:
-    """Return a function that makes the arguments for callers of Score. The request has the fields `fields`."""
+    """Return a function for `control` or `attack` of a Row. Its callers call Score with a request of these fields."""
     return lambda server: (ask_grpc, server.target, SCORE, [serialized(pb.ScoreRequest(**fields))], callers)
 
 
 def over_http(path: str, callers: int, **fields: Any) -> Callable[[RealServer], Driver]:
-    """Return a function that makes the arguments for callers of a route. The request has the fields `fields`."""
+    """Return a function for `control` or `attack` of a Row. Its callers post these fields to the route `path`."""
     return lambda server: (ask_http, server.http_port, post(path, fields), callers)
 
 
