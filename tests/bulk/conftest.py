@@ -1,4 +1,4 @@
-"""Bundles for the tests of `encserve embed`. A bundle is an exported model."""
+"""Fixtures that write bundles for the tests of `encserve embed`. A bundle is an exported model."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ __all__ = ["encoder", "service", "tiny"]
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of a small encoder with a tokenizer. The exporter writes this bundle."""
+    """The bundle of a small encoder with a tokenizer, written by the exporter."""
     return export_small_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with every kind of output. Its ONNX graphs have only a few nodes."""
+    """A bundle with every kind of output. The bundle's ONNX graphs have only a few nodes."""
     return write_bundle(tmp_path_factory.mktemp("tiny"), tokenizer=words(), **every_kind())

@@ -1,4 +1,7 @@
-"""`encserve embed` ends with one line that names the problem, and leaves no incomplete output file."""
+"""If an input, the bundle or the disk is faulty, `encserve embed` prints one line that names the problem.
+
+The command leaves no incomplete output file.
+"""
 
 import contextlib
 import gzip
@@ -19,7 +22,7 @@ MOUNT, UNMOUNT = (shutil.which(it) or it for it in ("mount", "umount"))
 
 
 def damaged(path: Path) -> None:
-    """Overwrite bytes of the text column; the Parquet footer stays valid."""
+    """Overwrite bytes of the text column. The footer of the Parquet file stays valid."""
     text = parquet.read_metadata(path).row_group(0).column(1)
     data = bytearray(path.read_bytes())
     end = text.dictionary_page_offset + text.total_compressed_size
@@ -28,7 +31,7 @@ def damaged(path: Path) -> None:
 
 
 def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_path: Path) -> None:
-    """The job keeps the rows before the damage. After the file is replaced by an intact copy, the job continues."""
+    """The job keeps the rows before the damage. With an intact copy of the file, a new run continues the job."""
     corpus = write_corpus(tmp_path / "texts", 3000, files=3)
     whole = corpus[1].read_bytes()
     damaged(corpus[1])
@@ -46,7 +49,7 @@ def test_a_damaged_file_stops_the_job_after_the_intact_rows(encoder: Path, tmp_p
 
 
 def test_a_line_of_two_gigabytes(encoder: Path, tmp_path: Path) -> None:
-    """A line of 2 GB is rejected while it is read. The process has less memory than the line needs."""
+    """The job rejects a line of 2 GB and goes on, although the process has less memory than the line needs."""
     source = tmp_path / "texts.txt.gz"
     with gzip.open(source, "wb", compresslevel=1) as file:
         file.write(b"w1\n")
@@ -97,7 +100,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
-    """If the disk is full, the job fails and keeps the finished output files. With more space, a new run continues."""
+    """If the disk is full, the job fails and keeps the finished output files. With more space, a new run succeeds."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
         command = ("embed", *inputs(*corpus), "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)

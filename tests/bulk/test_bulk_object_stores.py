@@ -1,4 +1,7 @@
-"""`encserve embed` reads and writes files on S3 and Google Cloud Storage. Emulators on this machine replace both."""
+"""`encserve embed` reads and writes files on S3 and Google Cloud Storage.
+
+Emulators on this machine replace the two object stores.
+"""
 
 import subprocess
 import sys
@@ -25,22 +28,23 @@ SOME_REJECTED = 3
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Input files in three formats: Parquet, JSON lines and compressed JSON lines.
 
-    A job that continues skips finished row groups of Parquet. It reads other formats from the beginning.
+    When a job continues, the job skips finished row groups of Parquet files. The job reads other files from the
+    beginning.
     """
     paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
     for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
         lines = parquet.read_table(paths[i]).to_pandas().to_json(orient="records", lines=True)
         paths[i] = paths[i].with_name(paths[i].stem + suffix)
-        with pa.output_stream(paths[i]) as stream:  # compresses the file if its name ends with .gz
+        with pa.output_stream(paths[i]) as stream:  # PyArrow compresses files with the suffix .gz
             stream.write(lines.encode())
     return paths
 
 
 class Bucket:
-    """The bucket "corpus" of an emulated object store. The methods call the emulator directly, without `CutProxy`."""
+    """The bucket "corpus" of an emulated object store. The methods call the emulator directly, not through a proxy."""
 
     def __init__(self, files: Any, root: str, options: str = "") -> None:
-        """Every URI begins with `root`, and ends with the query string `options`."""
+        """Every URI begins with `root`, and ends with `options`, a query string."""
         self.files, self.root, self.options = files, root, options
 
     def uri(self, path: str) -> str:
@@ -132,9 +136,9 @@ def test_input_and_output_on_s3(alone: Alone) -> None:
 def test_a_job_continues_after_a_lost_connection_to_s3(
     s3: tuple[Bucket, CutProxy], command: tuple[object, ...], alone: Alone, tmp_path: Path, direction: Direction
 ) -> None:
-    """The proxy cuts the connection of a job. The job prints one error line, and leaves only complete files.
+    """If the proxy cuts the connection, the job prints one error line and leaves only complete files.
 
-    The second run writes the missing files.
+    A second run writes the missing files.
     """
     (bucket, proxy), folder = s3, f"cut-{direction}"
     variables = environment(proxy, tmp_path / "temporary")

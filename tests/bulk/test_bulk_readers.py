@@ -18,7 +18,7 @@ from encserve_cli.job import embed_files
 
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
-PART_ROWS = 10  # rows per output file: few, so that a job writes several files
+PART_ROWS = 10  # an output file has few rows, so that a job writes several files
 
 Rows = list[dict[str, Any]]
 
@@ -77,7 +77,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """Convert a reader's value to Python lists and numbers. NaN becomes None."""
+    """Convert a value from a reader to Python lists and numbers. NaN becomes None."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas reads null as NaN
@@ -87,9 +87,9 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", MADE)
 def test_four_readers_return_the_same_values(tiny: Path, tmp_path: Path, name: str) -> None:
-    """A job embeds texts, and rejects two of them. All readers return the same values.
+    """A job embeds texts, and rejects two of them. All readers return the same values for all texts.
 
-    The outputs of the rejected texts are null.
+    The values of the rejected texts are null.
     """
     (asked, columns), corpus = MADE[name], tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), corpus)
@@ -110,7 +110,7 @@ def test_four_readers_return_the_same_values(tiny: Path, tmp_path: Path, name: s
 
 
 def test_the_query_in_the_docs_works_with_rejected_rows(tiny: Path, tmp_path: Path) -> None:
-    """The query of the tutorial works for a table that has a row without a vector."""
+    """The query in docs/tutorials/corpus-to-duckdb.md works for a table that has a row without a vector."""
     corpus = tmp_path / "texts.parquet"
     parquet.write_table(pa.table({"id": range(3), "text": [text(5, 6), None, text(7)]}), corpus)
     embed_files([corpus], tmp_path / "vectors", bundle=tiny, keep=["id"], kind="model")

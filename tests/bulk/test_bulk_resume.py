@@ -1,4 +1,7 @@
-"""`encserve embed` writes one row for each text, even after interruptions. Its memory does not grow with the corpus."""
+"""`encserve embed` writes one row for each text, even after interruptions.
+
+The memory of a job does not grow with the number of texts.
+"""
 
 import contextlib
 import random
@@ -142,7 +145,10 @@ def test_two_simultaneous_runs_of_a_job(encoder: Path, tmp_path: Path) -> None:
 
 
 class SlowBackend(LocalBackend):
-    """A LocalBackend that starts the same job with `other()` before it opens the model for the first time."""
+    """A LocalBackend that calls `other()` before it opens the model of a new job.
+
+    In the test, `other` starts the same job with another backend.
+    """
 
     def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
         super().__init__(bundle, EngineOptions())

@@ -1,6 +1,6 @@
-"""`encserve embed` with a server writes all vectors after interruptions.
+"""`encserve embed` uses a server that fails, and still writes all vectors that the server can compute.
 
-The server restarts, refuses calls for some seconds, or dies for a text.
+The server restarts, refuses calls for some seconds, or crashes when it gets a certain text.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ ROWS, FILES = 20_000, 20
 REFUSAL_SECONDS = 2.0  # the time in which the server refuses calls
 SOME_REJECTED = 3
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-TOLERANCE = 1e-5  # largest relative error between two vectors of a text, computed in different batches
+TOLERANCE = 1e-5  # the largest relative difference between vectors of one text from different batches
 
 
 def test_a_job_survives_a_restart_of_the_server(encoder: Path, tmp_path: Path) -> None:
-    """The vectors equal the vectors of a job that runs the model in its own process."""
+    """After the restart, the job goes on. A job without a server writes the same vectors."""
     corpus, output = write_corpus(tmp_path / "texts", ROWS, FILES), tmp_path / "vectors"
     job = ("embed", *inputs(*corpus), "--keep", "id", "--output")
     alone = run(*job, f"{tmp_path}/alone/", "--bundle", encoder)
@@ -104,7 +104,7 @@ asyncio.run(main())
 
 @contextlib.contextmanager
 def dying_server(starts: Path) -> Iterator[str]:
-    """Run a server that dies when it gets the text "deadly", and yield its address. A shell restarts the server.
+    """Run a server that crashes when it gets the text "deadly", and yield the address. A shell restarts the server.
 
     Each start adds a byte to the file `starts`.
     """
@@ -121,7 +121,7 @@ def dying_server(starts: Path) -> Iterator[str]:
 
 
 def test_a_text_that_makes_the_server_die_is_rejected(tmp_path: Path) -> None:
-    """The job finds the text, rejects it and goes on. Few starts of the server are needed."""
+    """The job finds the text, rejects it and goes on. The server crashes fewer than 40 times."""
     texts = [f"text {i}" if i != 2500 else "deadly" for i in range(5000)]
     (tmp_path / "texts.txt").write_text("".join(f"{it}\n" for it in texts))
     files = inputs(tmp_path / "texts.txt")

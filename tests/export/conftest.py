@@ -1,6 +1,7 @@
-"""Checkpoints and bundles for the tests of the exporter.
+"""Fixtures with checkpoints and bundles for the tests of the exporter.
 
-A golden checkpoint is a small model in tests/data. tests/data also has hidden states from the model's original code.
+A golden checkpoint is a small model in tests/data. For each golden checkpoint, tests/data also has hidden states that
+the model's original code computed.
 """
 
 import shutil
@@ -74,7 +75,11 @@ def write_tokenizer() -> Callable[..., Path]:
 
 @pytest.fixture
 def _misread_eps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set a wrong eps in the graph of a transformers model and in our reference, so that the two agree."""
+    """Set a wrong eps in each model that the exporter loads with transformers.
+
+    The exporter writes the graph from this model and compares the graph with this model, so they agree. Only the
+    comparison with a second library finds the fault.
+    """
     load = pretrained.load_model
 
     def misread(*arguments: Any, **options: Any) -> Any:

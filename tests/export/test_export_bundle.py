@@ -21,7 +21,7 @@ def write_half(models: Path, error: BaseException, *, overwrite: bool = False) -
 
 
 def files(models: Path) -> dict[str, str]:
-    """Return the content of every file below a folder. Files in hidden folders are included."""
+    """Return the content of every file below a folder, by path. Files in hidden folders are included."""
     return {str(path.relative_to(models)): path.read_text() for path in models.rglob("*") if path.is_file()}
 
 

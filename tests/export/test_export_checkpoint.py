@@ -1,6 +1,6 @@
-"""The exporter recognises the state dicts of hand-written encoders, and loads the weights exactly.
+"""The exporter recognises the state dicts of hand-written encoders, and loads the weights without changes.
 
-Errors name missing weights and missing settings.
+If weights or settings are missing, the error names them.
 """
 
 import contextlib
@@ -176,7 +176,11 @@ def test_broken_checkpoints_raise_only_export_errors(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_state_dict_of_pytorchs_encoder_is_loaded(norm_first: bool) -> None:
-    """The rows equal PyTorch's rows. The tolerance of the golden rows is too large to show a wrong eps of 1e-6."""
+    """Our encoder returns the same hidden states as PyTorch's encoder.
+
+    Both have a large eps, so that a wrong eps changes the hidden states. The comparisons with golden checkpoints would
+    not notice a wrong eps such as 1e-6.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first, batch_first=True, layer_norm_eps=1e-3)
     theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8, 1e-3), enable_nested_tensor=False).eval()

@@ -1,4 +1,4 @@
-"""Tests of the command line: exports with each command, the reports, the options, and the errors."""
+"""Tests the command line: the exports of each command, the reports, the options, and the errors."""
 
 import json
 import signal
@@ -101,7 +101,7 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
     assert "expected     no rows given" in result.stdout
 
 
-@pytest.mark.system  # takes more than a second
+@pytest.mark.system  # too slow for the fast tests
 def test_module(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "sizes.py").write_text("WIDTH = 16")

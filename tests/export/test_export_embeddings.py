@@ -1,4 +1,4 @@
-"""Exports of models that take vectors instead of token ids."""
+"""These tests export models that take vectors instead of token ids."""
 
 import dataclasses
 import json

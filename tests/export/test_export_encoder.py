@@ -1,4 +1,7 @@
-"""Our encoder returns the hidden states of the formulas. Golden checkpoints have the rows of other encoders."""
+"""Our encoder computes the same hidden states as the formulas.
+
+Other tests compare our encoder with golden checkpoints, which have hidden states from other encoders.
+"""
 
 import dataclasses
 import math
@@ -15,7 +18,7 @@ from encserve_export.models.own.init import random_encoder
 
 
 def randomize_norms(encoder: Encoder) -> Encoder:
-    """Give random values to norms and biases. Then a skipped norm or bias changes the hidden states."""
+    """Give random values to norms and biases. So the hidden states change if the encoder skips a norm or a bias."""
     random = torch.Generator().manual_seed(1)
     for name, parameter in encoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
@@ -43,7 +46,11 @@ def test_gelu_tanh_is_the_approximation(tiny: EncoderConfig) -> None:
 
 
 def test_sinusoids_follow_the_formula() -> None:
-    """A table computed in float32 would be wrong by 1e-5 for late positions. The golden rows do not show this error."""
+    """Compare the position table with the formula.
+
+    If the code computed the table in float32, late positions would be wrong by 1e-5. The comparisons with golden
+    checkpoints do not notice such an error.
+    """
     table = sinusoids(500, 8)
     for position in (0, 1, 17, 499):
         for column in range(8):

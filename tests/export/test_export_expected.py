@@ -1,4 +1,4 @@
-"""The user may give the export a file with hidden states from the original module.
+"""The user may give the exporter a file with hidden states from the original module.
 
 If the bundle's hidden states differ from the hidden states in the file, the export fails.
 """

@@ -1,4 +1,4 @@
-"""The export compares its graphs with PyTorch in float64. Each of these comparisons is called a gate.
+"""The exporter compares its graphs with PyTorch in float64. Each of these comparisons is called a gate.
 
 A gate must refuse a faulty graph. A gate must accept the rounding errors of float32.
 """
@@ -82,7 +82,7 @@ def swap_heads(output: Tensor) -> Tensor:
 
 
 def scale_queries(qkv: Tensor) -> Tensor:
-    """Multiply the queries of a (3·d_model, d_model) matrix by √d_k, to undo the division of scores by √d_k."""
+    """Multiply the queries of a (3·d_model, d_model) matrix by √d_k. This undoes the division of scores by √d_k."""
     q, k, v = qkv.chunk(3)
     return torch.cat((q * (q.shape[1] // 2) ** 0.5, k, v))
 
@@ -222,7 +222,7 @@ def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models:
 def test_an_export_with_a_faulty_graph_is_refused(
     encoder: Encoder, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write the graph of another model. The export must compare this graph with the given model, and leave nothing."""
+    """Write the graph of another model. The exporter must notice the difference, and must leave no files."""
     wrong = encoder_reference(FAULTS["heads swapped in W_O"](encoder))
     monkeypatch.setattr(
         routes_reference, "write_graphs", lambda _, *given, **options: write_graphs(wrong, *given, **options)
@@ -266,7 +266,7 @@ def test_in_float64_restores_types_and_bits() -> None:
 class Mixed(nn.Module):
     """A model that computes one part in float32, even if the weights are float64.
 
-    With float64 weights, the model fails or returns NaN.
+    So the gate cannot run the model in float64: the model fails or returns NaN.
     """
 
     def __init__(self, encoder: Encoder, *, far_off: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The graphs of our own encoder return the hidden states that the checkpoint's original code computed."""
+"""The graphs of our own encoder return the same hidden states as the original code of each checkpoint."""
 
 import dataclasses
 from pathlib import Path

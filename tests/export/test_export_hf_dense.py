@@ -1,4 +1,4 @@
-"""Exports of dense models. A dense model returns one vector for each text.
+"""These tests export dense models. A dense model returns one vector for each text.
 
 The exporter must read a model's directory in the same way as sentence-transformers. Otherwise the export must fail.
 """
@@ -59,7 +59,7 @@ def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
 
 
 def test_modules_after_pooling_change_the_space_id(tmp_path: Path) -> None:
-    """Read a directory with a Dense after the pooling, and expect the Dense's settings and tensors.
+    """Read a directory with the module Dense after the pooling, and expect the module's settings and tensors.
 
     The space_id, the id of the model's vectors, depends on these tensors. So each tensor keeps the dtype of its file.
     """
@@ -76,7 +76,7 @@ def test_modules_after_pooling_change_the_space_id(tmp_path: Path) -> None:
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """Expect that pooling skips the prompt if the model has the name of an Instructor model on the hub.
+    """Expect that pooling skips the prompt if the model has the name of an Instructor model on the Hugging Face Hub.
 
     sentence-transformers recognises Instructor models only by this name.
     """
@@ -208,7 +208,7 @@ def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: 
 def test_gpt2_with_token_types_is_refused(tmp_path: Path) -> None:
     """Export a GPT-2 whose tokenizer also gives token types, and expect an error.
 
-    GPT-2 has no table of token types. GPT-2 reads token types as token ids, and adds the vectors of these tokens.
+    GPT-2 has no table of token types. It reads token types as token ids, and adds the vectors of these tokens.
     """
     sizes = {"n_embd": D_MODEL, "n_layer": 1, "n_head": 2, "n_positions": 96}
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
@@ -257,7 +257,8 @@ def test_the_comparison_finds_a_misread_directory(
 
     monkeypatch.setattr(hf, "read", misread)
     monkeypatch.setattr(hf, "prepare_comparison", ask_the_right_one)
-    what = "the ids" if fault is prompts_forgotten else ""  # the ids are compared before the vectors
+    # The exporter compares ids before vectors. Only a forgotten prompt changes the ids.
+    what = "the ids" if fault is prompts_forgotten else ""
     with pytest.raises(ParityError, match=f"the bundle gives {what}"):
         # Short sequences are enough, because the fault changes the vectors of short texts too.
         export(directory, max_sequence_tokens=16)

@@ -1,4 +1,4 @@
-"""Exports of static embeddings, in the formats of sentence-transformers and model2vec.
+"""These tests export static embeddings in the formats of sentence-transformers and model2vec.
 
 A static embedding has a tokenizer and a table of vectors. The vector of a text is the mean of its tokens' vectors.
 """

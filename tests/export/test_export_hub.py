@@ -1,4 +1,4 @@
-"""A model is downloaded from the hub at one commit, and only the files that an export reads are downloaded."""
+"""The exporter downloads a model from the Hugging Face Hub at one commit, and only the files that an export reads."""
 
 import errno
 import os

@@ -100,10 +100,10 @@ def test_a_model_of_short_sequences_has_no_loop(bundles: dict[str, Exported]) ->
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GTE"])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, tmp_path: Path) -> None:
-    """Export models of other architectures, and expect one branch for long sequences in each layer.
+    """Export models of other architectures, and expect that each layer has one branch for long sequences.
 
-    In this branch, attention runs in blocks of queries. The reference runs long sequences with PyTorch's fast
-    attention, which stores no matrix of attention weights.
+    In this branch, attention runs in blocks of queries. The exporter compares the graph with the PyTorch model. For
+    long sequences, the PyTorch model uses PyTorch's fast attention, which stores no matrix of attention weights.
     """
     settings = NAMED[name].settings | {"max_position_embeddings": 1300}
     directory = save(type(NAMED[name])(name, NAMED[name].model_type, settings), tmp_path)

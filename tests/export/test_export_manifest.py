@@ -107,9 +107,9 @@ def test_everything_that_changes_vectors_changes_the_fingerprint(bundles: dict[s
 
 
 def test_a_field_at_its_default_does_not_change_the_fingerprint() -> None:
-    """Compute a fingerprint, and expect that fields with default values are left out.
+    """Compute a fingerprint, and expect that fields with default values do not change the fingerprint.
 
-    So a new field of the manifest does not change the fingerprints of older bundles.
+    So older bundles keep their fingerprints when the manifest gets a new field.
     """
     manifest = manifest_pb2.Manifest(
         graph=manifest_pb2.Graph(file="g", opset=20), files=[manifest_pb2.BundleFile(path="g", sha256="ab")]

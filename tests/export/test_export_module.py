@@ -83,7 +83,7 @@ def _without_the_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.system  # PyTorch's dynamo exporter needs several seconds
+@pytest.mark.system  # too slow for the fast tests: PyTorch's dynamo exporter needs several seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_pytorchs_own_encoder_is_exported(target: Target, norm_first: bool) -> None:

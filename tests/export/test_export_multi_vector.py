@@ -1,4 +1,4 @@
-"""Exports of multi-vector models. A multi-vector model returns one vector for each token.
+"""These tests export multi-vector models. A multi-vector model returns one vector for each token.
 
 The bundle must return the same vectors as sentence-transformers, for each layout of the model's directory.
 """
@@ -58,7 +58,8 @@ def test_the_comparison_finds_a_misread_directory(
         return dataclasses.replace(spec, **fault(spec))
 
     monkeypatch.setattr("encserve_export.routes.hf.read", misread)
-    what = "the ids" if fault is expanded_with_another_token else ""  # the ids are compared before the vectors
+    # The exporter compares ids before vectors. Only another expansion token changes the ids.
+    what = "the ids" if fault is expanded_with_another_token else ""
     with pytest.raises(ParityError, match=f"the bundle gives {what}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"))
     assert not (tmp_path / "models").exists()
@@ -73,7 +74,7 @@ def test_the_manifest_describes_queries_and_documents(tmp_path: Path) -> None:
     assert not found.query.expansion.attended
     assert not found.query.skipped_token_ids
     assert found.document.skipped_token_ids
-    # A document may have 64 tokens. A text without a task may have 63 tokens.
+    # A document may have 64 tokens. A text that is neither a query nor a document may have 63 tokens.
     assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)
     assert found.multi_vector.similarity == "maxsim"
 
@@ -105,7 +106,8 @@ def test_a_precision_that_changes_scores_too_much_is_refused(tmp_path: Path, mon
 def test_the_report_describes_queries_and_documents(tmp_path: Path) -> None:
     """Export a directory in Stanford's layout, and check the report.
 
-    This layout stores the projection in the file of BERT's weights. The report must not list the projection as unused.
+    In this layout, one file has the weights of BERT and of the projection. The report must not list the projection as
+    unused.
     """
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])

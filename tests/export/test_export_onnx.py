@@ -1,4 +1,4 @@
-"""Exports of ONNX files. The tests check the manifest, the hidden states and the errors."""
+"""These tests export ONNX files, and check the manifest, the hidden states and the errors."""
 
 import dataclasses
 import hashlib
@@ -109,7 +109,7 @@ def test_each_token_has_the_type_0(tmp_path: Path) -> None:
 
 
 def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokenizer: Callable[..., Path]) -> None:
-    """Export a file from PyTorch with the command, and check the report and the bundle.
+    """Use the command to export an ONNX file that PyTorch wrote. Check the report and the bundle.
 
     The inputs and outputs of this file do not have our default names. The options include a tokenizer and a pooling.
     """
@@ -376,7 +376,7 @@ def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.M
 def test_a_large_file_is_converted_like_a_small_one(
     file: Path, target: Target, monkeypatch: pytest.MonkeyPatch, precision: Precision
 ) -> None:
-    """Convert the same file twice: with the weights in the graph's file, and in a separate file. Expect equal weights.
+    """Convert a model twice: with the weights in the graph's file, and in a separate file. Expect equal weights.
 
     In float16, ReduceSum stays in float32. "apart" is read only by ReduceSum, and "table" also by a float16 node. The
     third tensor is a constant in a node.

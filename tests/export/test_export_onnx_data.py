@@ -173,7 +173,7 @@ def test_types_and_shapes_that_cannot_be_stored_are_refused(file: Path, kind: in
 
 @pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
 def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
-    """Put a tensor with a forbidden path into several parts of a model, and expect an error each time."""
+    """Put a tensor with a forbidden path into a part of a model, and expect an error. Each case uses another part."""
     model = build()
     tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
     tensor.ClearField("float_data")

@@ -332,7 +332,7 @@ def test_damaged_files_raise_only_export_errors(tmp_path: Path) -> None:
                 continue
 
 
-# The exporter finds the following faults only when the exporter runs the model.
+# The exporter cannot see the following faults in the graph. It finds these faults when it runs the model.
 
 
 def shorter_table(model: onnx.ModelProto) -> None:
@@ -357,7 +357,7 @@ def test_the_longest_length_that_works_is_exported(tmp_path: Path) -> None:
 def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
     """Reshape the rows to a constant shape.
 
-    Some exporters make this mistake: they write the size of their example input into the graph.
+    Some other exporters make this mistake: they write the size of an example input into the graph.
     """
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
     node_of(model, "rows").output[0] = "before"

@@ -1,4 +1,4 @@
-"""Exports in float16 and int8. Each precision has bounds for the difference from PyTorch.
+"""These tests export models in float16 and int8. Each precision has bounds for the difference from PyTorch.
 
 If a bundle exceeds these bounds, the export fails.
 """
@@ -177,7 +177,7 @@ def test_rounded_rows_are_within_half_a_step() -> None:
 
 
 def test_the_error_of_a_layer_equals_the_prediction() -> None:
-    """Round a layer. Expect that the error of the product equals the prediction of `plan_layer`."""
+    """Round the inputs and the weights of a layer to int8. Expect the error that `plan_layer` has predicted."""
     random = np.random.default_rng(0)
     x = random.standard_normal((20, 16)).astype(np.float32)
     x[:, 3] *= 50

@@ -295,7 +295,10 @@ def test_the_report_lists_an_unused_decoder(tmp_path: Path) -> None:
 
 
 def test_the_onnx_file_of_a_cross_encoder_is_refused(tmp_path: Path) -> None:
-    """The ONNX file of a cross-encoder computes logits, but a bundle needs hidden states."""
+    """Export the ONNX file of a cross-encoder, and expect an error.
+
+    Such a file computes logits, but a bundle needs hidden states.
+    """
     directory = write_scores(tmp_path / "directory", layout="6")
     (directory / "onnx").mkdir()
     (directory / "onnx" / "model.onnx").touch()

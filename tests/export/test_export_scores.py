@@ -1,4 +1,7 @@
-"""Exports of cross-encoders and classifiers. Ids and scores must equal the ids and scores of sentence-transformers."""
+"""These tests export cross-encoders and classifiers.
+
+The bundle's ids and scores must equal the ids and scores of sentence-transformers.
+"""
 
 import re
 from collections.abc import Callable
@@ -115,14 +118,14 @@ def test_a_model_that_a_bundle_cannot_express_is_refused(directory: Path, tmp_pa
 
 @pytest.mark.usefixtures("_misread_eps")
 def test_logits_of_another_model_are_refused(bert: Path, tmp_path: Path) -> None:
-    """Only the comparison of logits can find this fault."""
+    """The exporter reads a wrong eps. Only the comparison of logits with sentence-transformers finds this fault."""
     with pytest.raises(ParityError, match="the bundle gives other logits than sentence-transformers for the pair"):
         export(bert, tmp_path)
     assert not (tmp_path / "models").exists()
 
 
 def test_the_report_shows_the_labels_and_the_comparison(tmp_path: Path) -> None:
-    """Export a classifier with the command."""
+    """Use the command to export a classifier, and check the lines of the report."""
     directory = write_scores(tmp_path / "m", labels=3)
     result = CliRunner().invoke(main, ["hf", str(directory), "--model-repository", str(tmp_path / "models")])
     assert result.exit_code == 0, result.output

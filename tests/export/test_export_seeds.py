@@ -1,6 +1,6 @@
-"""Exports of checkpoints with random initial weights, in full size.
+"""These tests export checkpoints of full size with random initial weights.
 
-The weights of each layout are drawn in the same way as in the layout's original code.
+For each layout, the random weights have the same distribution as in the layout's original code.
 """
 
 from pathlib import Path

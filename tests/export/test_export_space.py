@@ -421,7 +421,7 @@ def test_inputs_outputs_attributes_and_opsets_of_functions_change_the_id() -> No
 
 
 def test_a_given_id_is_written(tiny: EncoderConfig, tmp_path: Path) -> None:
-    """Export with a given space_id, and expect this id in the manifest. Bundles of version s2 have such an id."""
+    """Export with a given space_id, and expect this id in the manifest. Ids in older bundles begin with s2-."""
     given = f"s2-{'5' * 32}"
     computed = export_init(tiny, 1, Target(model_repository=tmp_path, name="m"))
     assert computed.replaced_space_id == ""

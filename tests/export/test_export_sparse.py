@@ -1,4 +1,4 @@
-"""Exports of sparse encoders, which give a weight to each word of the vocabulary.
+"""These tests export sparse encoders. A sparse encoder gives a weight to each word of the vocabulary.
 
 The export refuses a directory with settings that a bundle cannot express.
 """
@@ -73,7 +73,8 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
-    # For float16 and int8, the comparison skips the empty text as a query and the empty text as a document.
+    # The comparison has 8 queries and 8 documents. In float16 and int8, the empty query and the empty document are left
+    # out.
     assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
@@ -143,7 +144,7 @@ def test_weights_just_above_zero_are_accepted(tmp_path: Path) -> None:
 def test_a_precision_that_changes_weights_too_much_is_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tighten the int8 bound, but only in the comparison of texts. Expect an error with the numbers."""
+    """Tighten the int8 bound in the comparison of texts, but not in other comparisons. Expect an error with numbers."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
     monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"a row has the cosine similarity 0\.99\d\d; at least 0.99999 is required. Export in float32 instead"

@@ -1,4 +1,4 @@
-"""A bundle's tokenizer and a bundle's maximum text length agree with the model."""
+"""The tokenizer and the maximum text length of a bundle agree with the model."""
 
 import json
 from collections.abc import Callable

@@ -36,7 +36,7 @@ SIZES = {
 
 
 def wordpiece(**settings: Any) -> Tokenizer:
-    """Return a tokenizer of the same kind as BERT's."""
+    """Return a WordPiece tokenizer, such as the tokenizer of BERT."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *PIECES])}
     longest = settings.pop("max_input_chars_per_word", 100)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=longest))
@@ -51,7 +51,7 @@ def wordpiece(**settings: Any) -> Tokenizer:
 
 
 def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
-    """Return a tokenizer of the same kind as RoBERTa's."""
+    """Return a byte-level BPE tokenizer, such as the tokenizer of RoBERTa."""
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "<mask>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>", **settings))
@@ -63,7 +63,7 @@ def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Return a tokenizer of the same kind as DeBERTa-v3's in a file from transformers 4.
+    """Return a unigram tokenizer, such as the tokenizer of DeBERTa-v3 in a file from transformers 4.
 
     This tokenizer does not split off punctuation.
     """
@@ -112,7 +112,7 @@ def write_directory(
 ) -> Path:
     """Write one of the `DIRECTORIES`.
 
-    `settings` are added to tokenizer_config.json. If `modules` is true, a modules.json is written too.
+    Add `settings` to tokenizer_config.json. If `modules` is true, also write a modules.json.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -268,7 +268,10 @@ def test_a_misread_maximum_length_is_refused(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.system
 def test_ids_are_compared_up_to_the_given_length_without_modules(tmp_path: Path) -> None:
-    """transformers must cut texts to the given length too. Otherwise, the comparison refuses a correct bundle."""
+    """Export with a given maximum length, and expect success.
+
+    In the comparison, transformers must cut texts to the same length. Otherwise, the exporter refuses a correct bundle.
+    """
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
@@ -364,7 +367,7 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("_misread_eps")
 def test_a_misread_configuration_is_refused(tmp_path: Path) -> None:
-    """Only the comparison with transformers can find this fault."""
+    """The exporter reads a wrong eps. Only the comparison with transformers finds this fault."""
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match="transformers"):
         export(directory)

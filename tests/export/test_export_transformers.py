@@ -1,7 +1,7 @@
-"""Tests of exports of models that the library transformers loads.
+"""These tests export models in the format of the library transformers.
 
-The bundle must return the same hidden states and attention weights as transformers. If this is not possible, the
-export must fail with advice.
+The bundle must return the same hidden states and attention weights as transformers. Otherwise, the export must fail
+with advice.
 """
 
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: P
     assert data < {"float16": 0.6, "int8": 0.6}[precision] * weights
 
 
-@pytest.mark.system  # takes more than a second
+@pytest.mark.system  # too slow for the fast tests
 def test_shared_weights_are_stored_once(tmp_path: Path) -> None:
     sizes = []
     for n_layers in (1, 8):
@@ -149,7 +149,7 @@ def test_the_manifest_describes_the_model(data2vec: Path, models: Path) -> None:
 def test_the_longrope_error_names_the_longest_sequence(tmp_path: Path, models: Path) -> None:
     """Export a model with longrope for long sequences. Expect an error that names the longest possible length.
 
-    With longrope, a long text in a batch changes the positions of the short texts.
+    With longrope, a long text in a batch changes the positions of the short texts. The exporter refuses such lengths.
     """
     scaling = {
         "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,

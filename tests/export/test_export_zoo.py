@@ -1,6 +1,7 @@
 """For models of tests/support/zoo.py, the bundle returns the same vectors as the model's own library.
 
-The tests compare the vectors for each prompt and each task. Texts are encoded alone and in batches.
+The tests compare the vectors for each prompt and each task. The bundle encodes the texts in a batch, and some texts
+also alone.
 """
 
 from pathlib import Path

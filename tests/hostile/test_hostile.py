@@ -1,5 +1,6 @@
-"""Attacks of an anonymous caller on a real server. Each attack has a control: ordinary calls of the same kind.
+"""These tests attack a real server, mostly without a key. Each attack has a control: ordinary calls of the same kind.
 
+During an attack, the server must answer health checks and ordinary calls, and must not exceed its memory limit.
 The quick tests belong to the test tier `system`, and the other tests to the test tier `weekly`. The tests measure
 latencies, so no other test may run at the same time.
 """
@@ -78,6 +79,7 @@ from real_server import COMMAND, RealServer, real_server
 from encserve_proto.v1 import encoder_pb2 as pb
 
 IN_FLIGHT, QUEUED = "encserve_in_flight_requests", "encserve_queue_sequences"
+# A driver is a function of hostile_attacks with its arguments. It sends the calls of some callers.
 MakeDriver = Callable[[RealServer], Driver]
 
 
@@ -91,7 +93,8 @@ class Row:
         attack: Returns a function of hostile_attacks that attacks the server, and the function's arguments.
         flags: The command line flags of the server.
         seconds: The duration of the attack.
-        warm_up: Like `control`, for the calls before the control. If None, `control` also makes the warm-up calls.
+        warm_up: Like `control`, but for the warm-up calls before the control. If None, `control` also makes the warm-up
+            calls.
     """
 
     write_model: Callable[[Path], None]
@@ -103,27 +106,30 @@ class Row:
 
 
 def embed(inputs: Callable[[], list[Any]], callers: int) -> MakeDriver:
-    """Return callers of POST /embed."""
+    """Return a function that makes a driver with callers of POST /embed."""
     return lambda server: (ask_http, server.http_port, post("/embed", {"inputs": inputs(), "pooling": "mean"}), callers)
 
 
 def call(requests: Callable[[], list[bytes]], callers: int = 1) -> MakeDriver:
-    """Return callers of Encode. Each caller sends all requests in order, again and again."""
+    """Return a function that makes a driver with callers of Encode.
+
+    Each caller sends all requests in order, again and again.
+    """
     return lambda server: (ask_grpc, server.target, ENCODE, requests(), callers)
 
 
 def tokenize(texts: Callable[[], list[str]], callers: int) -> MakeDriver:
-    """Return callers of POST /tokenize."""
+    """Return a function that makes a driver with callers of POST /tokenize."""
     return lambda server: (ask_http, server.http_port, post("/tokenize", {"inputs": texts()}), callers)
 
 
 def flooding(first: bytes, block: bytes, connections: int) -> MakeDriver:
-    """Return connections that send `first` once, then `block` again and again."""
+    """Return a function that makes a driver. Its connections send `first` once, then `block` again and again."""
     return lambda server: (flood, server.http_port, first, block, connections)
 
 
 def largest_body(element: bytes) -> MakeDriver:
-    """Return 8 callers. Each caller posts a list with the same JSON element 2,048 times."""
+    """Return a function that makes a driver with 8 callers. Each caller posts a list that repeats a JSON element."""
     body = b'{"pooling": "mean", "priority": 1, "inputs": [%s]}'
 
     def driver(server: RealServer) -> Driver:
@@ -142,7 +148,7 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """Return a request for a document's vectors. The request has `factors` outputs, each with another pool factor.
+    """Return a request for a document's vectors. The request has `factors` outputs with different pool factors.
 
     If `factors` is 0, the request has one output without pooling.
     """
@@ -152,7 +158,7 @@ def pooled_document(n_tokens: int, factors: int) -> bytes:
 
 
 def readers(protocol: str, count: int) -> MakeDriver:
-    """Return callers that read replies of 62.5 MiB. Over HTTP the replies are larger."""
+    """Return a function that makes a driver. Its callers read replies of 62.5 MiB, or larger replies over HTTP."""
     if protocol == "http":
         return lambda server: (ask_http, server.http_port, post(HTTP, wide_fields(WIDE_TOKENS)), count)
     return call(lambda: [encode([[1] * WIDE_TOKENS])], count)
@@ -275,7 +281,7 @@ def test_long_request_ids_with_tracing(tmp_path: Path, path: str) -> None:
 def test_hundreds_of_held_calls(tmp_path: Path, protocol: str) -> None:
     """200 callers send slowly, and 200 callers do not read their replies.
 
-    The test sets no limit on the latency of health checks.
+    The latency of health checks may rise during this attack, so the test does not check this latency.
     """
     write_wide(tmp_path)
     with hostile_server(tmp_path, *LARGE_REPLIES) as server:
@@ -321,7 +327,7 @@ def test_calls_that_wait_behind_a_stalled_batch_get_an_error(tmp_path: Path) -> 
 
 @pytest.mark.system
 def test_a_suspended_process_is_not_a_stalled_batch(tmp_path: Path) -> None:
-    """During a batch, SIGSTOP suspends the process for longer than --stall-seconds. Later, all calls are answered."""
+    """During a batch, SIGSTOP suspends the server for longer than --stall-seconds. Still, all calls get a reply."""
     write_slow(tmp_path)
     with (
         hostile_server(tmp_path, "--parallel-batches", "1", "--stall-seconds", "4") as server,
@@ -356,7 +362,7 @@ def http_status(url: str, fields: object) -> int:
 
 @pytest.mark.system
 def test_a_text_that_makes_the_tokenizer_panic_is_refused(tmp_path: Path) -> None:
-    """All methods and routes refuse the text. They accept another text, before and after the refusal."""
+    """All methods and routes refuse the text. Before and after the refusal, they accept an ordinary text."""
     write_panicking(tmp_path)
     program = tmp_path.with_name(f"{tmp_path.name}-server")
     # A panic in Rust prints lines that are not JSON. The script removes such lines from the server's log.
@@ -395,7 +401,7 @@ def statuses_of(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
 
 
 def first_status(stream: Any) -> str:
-    """Return the status in a stream's first reply. Without a reply, return the status of the stream."""
+    """Return the status in the first reply of a stream. If the stream has no reply, return the stream's status."""
     try:
         reply = pb.EncodeStreamResponse.FromString(next(stream))
     except grpc.RpcError:
@@ -405,7 +411,7 @@ def first_status(stream: Any) -> str:
 
 
 def test_a_bulk_caller_does_not_block_another(tmp_path: Path) -> None:
-    """A bulk caller sends more tokens than fit into the queue. The ordinary calls are bulk calls of another caller."""
+    """A bulk caller sends more tokens than fit into the queue. The calls of another bulk caller still succeed."""
     write_slow(tmp_path, STEPS_PER_RUN)
     file = tmp_path.with_name(f"{tmp_path.name}-callers.toml")
     file.write_text(
@@ -446,7 +452,8 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     with hostile_server(tmp_path, *flags) as server, watching(server, BUDGET_MIB) as watch:
         for count in [*phases] * 3:
             wait_for_metric(server, QUEUED, 0)
-            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):  # the extra call runs
+            # Each call has 256 inputs. One call runs, so one more call is needed.
+            with attack(ask_grpc, server.target, ENCODE, [request], count // 256 + 1):
                 wait_for_metric(server, QUEUED, count, 512)
                 with watch.phase(f"{count} waiting") as phase:
                     time.sleep(3)

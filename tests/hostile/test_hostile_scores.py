@@ -1,7 +1,7 @@
-"""Attacks with scores, ranks and labels on a real server. Each attack has a control with ordinary calls for scores.
+"""Callers attack a real server with requests for scores, ranks and labels. Each attack has a control: ordinary calls.
 
-An ordinary caller sends other calls during the control and the attack, and all of them succeed. The tests measure
-latencies, so no other test may run at the same time.
+During the control and the attack, another caller sends Encode calls. All these calls must succeed. The tests
+measure latencies, so no other test may run at the same time.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,12 @@ class Row:
 
 
 def over_grpc(callers: int, **fields: Any) -> Callable[[RealServer], Driver]:
-    """Return callers of Score. `fields` are the fields of the request."""
+    """Return a function for `control` or `attack` of a Row. Its callers call Score with a request of these fields."""
     return lambda server: (ask_grpc, server.target, SCORE, [serialized(pb.ScoreRequest(**fields))], callers)
 
 
 def over_http(path: str, callers: int, **fields: Any) -> Callable[[RealServer], Driver]:
-    """Return callers of a route. `fields` are the fields of the request."""
+    """Return a function for `control` or `attack` of a Row. Its callers post these fields to the route `path`."""
     return lambda server: (ask_http, server.http_port, post(path, fields), callers)
 
 

@@ -1,8 +1,8 @@
-"""Attacks of one caller against another caller. Caller a has the weight 0.01, and caller b is ordinary.
+"""Caller a attacks the server, and caller b must still get its share of the server.
 
-Both callers have a key in the callers file. Caller b calls over gRPC and HTTP, on open and on new connections. The
-control is the same server without the attack. No other test may run at the same time, because the tests measure
-latencies.
+Caller a has the weight 0.01, and caller b has the default weight. Both callers have a key in the callers file. Caller b
+calls over gRPC and HTTP, on open and on new connections. During the control, caller a does nothing. No other test may
+run at the same time, because the tests measure latencies.
 """
 
 import array
@@ -47,7 +47,7 @@ SLACK_MIB = 150
 LEAST_ALLOWED_MS = 60.0
 CONNECTIONS = 1_000
 LIMIT_OF_CONNECTIONS = ("--max-connections", f"{CONNECTIONS}")
-# The size of the log's pipe. The usual 64 KiB would not be full after a second.
+# The size of the log's pipe. A pipe of the usual 64 KiB would not be full after a second.
 LOG_BYTES = 4096
 # The server's default of --max-inspect-tokens.
 INSPECTED_TOKENS = 256
@@ -62,13 +62,13 @@ class Row:
         attack: Returns a function of hostile_attacks that attacks the server, and the function's arguments.
         flags: The command line flags of the server.
         seconds: The duration of the attack.
-        memory_mib: The memory that the server may take during the attack.
+        memory_mib: The memory in MiB that the server may take during the attack, beyond the memory at the start.
         tokens_per_second: The rate limit of caller a in the callers file.
         write_model: Writes the model into a repository.
         open_files: The limit of open files of the server.
         has_tls: Whether the server speaks TLS.
         inspects: Whether caller b also sends inspections.
-        options: The options of `real_server`.
+        options: More arguments of `real_server`.
     """
 
     attack: Callable[[RealServer], Driver]
@@ -128,7 +128,7 @@ def limited_streams(server: RealServer) -> Driver:
 
 
 def inspections(callers: int, *, reads: bool) -> Callable[[RealServer], Driver]:
-    """Return an attack with more inspections than the server runs at once. Each reply has 4 MiB."""
+    """Return an attack with more inspections than the server runs at the same time. Each reply has 4 MiB."""
     request = pb.InspectRequest(tensors=[pb.InspectSpec(kind=pb.INSPECT_KIND_HIDDEN_STATES)])
     request.input.token_ids.ids.extend([1] * INSPECTED_TOKENS)
     return lambda server: (inspect, server.target, serialized(request), callers, KEY_OF_A, reads)
@@ -144,7 +144,7 @@ ROWS = {
         unfinished_bodies(26, 32 * MIB), ("--max-http-request-mib", "32"), memory_mib=BUDGET_MIB + SLACK_MIB
     ),
     "560 bodies of 254 KB": Row(unfinished_bodies(560, 254_000), memory_mib=BUDGET_MIB + SLACK_MIB),
-    # gRPC stores up to some thousand new streams until the event loop accepts them.
+    # gRPC stores some thousand new streams until the event loop accepts them. So this attack may use more memory.
     "45,000 health watches": Row(
         lambda server: (open_watches, server.grpc_port, 5, 9_000, 20), seconds=20, memory_mib=300
     ),
@@ -157,7 +157,7 @@ ROWS = {
 
 
 def callers_file(folder: Path, tokens_per_second: float) -> Path:
-    """Write a callers file with both callers."""
+    """Write a callers file with the callers a and b."""
     callers = folder.with_name(f"{folder.name}-callers.toml")
     callers.write_text(f"""
 [[caller]]
@@ -194,7 +194,7 @@ def is_slow(outcome: Outcome) -> bool:
 def test_attack_on_another_caller(tmp_path: Path, row: Row) -> None:
     """All calls of b succeed, and b's latency stays low.
 
-    The 99th percentile of this latency is at most 3 times as high as in the control, or below `LEAST_ALLOWED_MS`.
+    The 99th percentile of b's latency is at most 3 times as high as in the control, or at most `LEAST_ALLOWED_MS`.
     If b is too slow, repeat the control and the attack once, because the machine may be busy.
     """
     row.write_model(tmp_path)

@@ -1,4 +1,4 @@
-"""The server ends calls without progress. The test takes about a minute, but little CPU time."""
+"""The server ends calls that make no progress. The test takes about a minute, but little CPU time."""
 
 import time
 from pathlib import Path
@@ -9,8 +9,8 @@ from hostile_measure import hostile_server, wait_for_metric
 from hostile_models import write_wide
 
 CALLERS, N_TOKENS = 12, 64
-# The server allows 30 s, and 1 s more for each MiB of a reply. The replies have less than 8 MiB. After these 38 s, the
-# server has 7 s to notice that the time is over.
+# The server allows a call 30 s, and 1 s more for each MiB of the reply. The replies have less than 8 MiB. After these
+# 38 s, the server has 7 s to notice that the time is over.
 ENDED_SECONDS = 30 + 8 + 7
 
 

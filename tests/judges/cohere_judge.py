@@ -1,4 +1,4 @@
-"""Calls the server with Cohere's SDK: sync clients of API v1 and v2, and the async client of v2.
+"""Calls the server with Cohere's SDK: with the sync clients of API v1 and v2, and the async client of v2.
 
 The program runs in the virtual environment of the requirements file gateways.txt.
 """
@@ -54,7 +54,7 @@ with cohere.Client(**api) as first:
     ranked = first.rerank(model=model, query=texts[0], documents=texts, return_documents=True)
     facts["v1_units"] = ranked.meta.billed_units.search_units
     facts["v1_documents"] = [(it.index, it.document.text) for it in ranked.results]
-    many = first.embed(texts=texts * 50, **options)  # the SDK splits this into requests of 96 texts
+    many = first.embed(texts=texts * 50, **options)  # the SDK sends requests of at most 96 texts
     vectors["v1"] = np.array(many.embeddings)
     vectors["v1_int8"] = np.array(first.embed(texts=texts, embedding_types=["int8"], **options).embeddings.int8)
 asyncio.run(use_async_client())

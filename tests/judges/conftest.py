@@ -1,4 +1,4 @@
-"""Fixtures: servers with three models, and virtual environments with other projects' clients."""
+"""Fixtures that start servers with three models, and fixtures with virtual environments for other projects' clients."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -32,13 +32,13 @@ def client(minilm: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="session")
 def dense(minilm: RealServer) -> Served:
-    """The server with all-MiniLM-L6-v2."""
+    """A server with all-MiniLM-L6-v2."""
     return Served(MODEL, minilm, minilm_directory())
 
 
 @pytest.fixture(scope="session")
 def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a cross-encoder of random weights, in the shape of cross-encoder/ms-marco-MiniLM-L6-v2."""
+    """A server with a cross-encoder. It has the shape of cross-encoder/ms-marco-MiniLM-L6-v2, and random weights."""
     shape = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
     with served_scores(tmp_path_factory.mktemp("cross_encoder"), "cross-encoder", layout="6", **shape) as served:
         yield served
@@ -46,7 +46,7 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a classifier of three labels."""
+    """A server with a classifier that has three labels."""
     with served_scores(tmp_path_factory.mktemp("classifier"), "classifier", labels=3) as served:
         yield served
 

@@ -1,7 +1,7 @@
 """Classifies texts with huggingface_hub.
 
 The program runs as `PROGRAM ADDRESS REQUESTS` in the virtual environment of the requirements file clients.txt. REQUESTS
-is a JSON file with `texts`. The program prints for each call a list with the labels and the scores of each text.
+is a JSON file with `texts`. For each call, the program prints a list with the labels and the scores of each text.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Reads the arguments and writes the results of the judges, the programs `*_judge.py`.
+"""Reads the arguments of a judge, and writes the judge's results.
 
-A judge calls the server with another project's client.
+A judge is a program `*_judge.py` that calls the server with another project's client.
 
 Each judge runs as `PROGRAM ADDRESS MODEL REQUESTS RESULTS`. REQUESTS is a JSON file with `texts`, `ids` and `mask`.
 The judge writes vectors to the .npz file RESULTS, and prints other results as JSON.

@@ -50,7 +50,7 @@ async def use_grpc() -> None:
             await client.is_server_ready(),
             await client.is_model_ready(model),
         ]
-        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # sends `binary_data_size`
+        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # the client sends `binary_data_size`
         as_list = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
         vectors["grpc_list"] = embedding(await client.infer(request(as_list)))
         outputs = [RequestedOutput("embedding", {"binary_data": True})]
@@ -64,7 +64,7 @@ async def use_grpc() -> None:
 
 
 async def use_rest() -> None:
-    """Send tensors as bytes and as JSON. The client sends bytes by default."""
+    """Send tensors as bytes and as JSON. By default, KServe's client sends bytes."""
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
         facts["rest_ready"] = [
             await client.is_server_live(url),

@@ -21,9 +21,10 @@ rank_with(
         "cohere": lambda: rank("cohere"),
         "jina_ai": lambda: rank("jina_ai", "/v1/rerank"),
         "hosted_vllm": lambda: rank("hosted_vllm"),
-        # With this provider, the server refuses a document that is too long. The last document is too long.
+        # The last document is too long for the model. From this provider, the server refuses such a document.
         "huggingface": lambda: rank("huggingface", texts=documents[:-1]),
-        # This provider expects each document of a reply as a string, as infinity sends it.
+        # This provider fails if the documents of a reply are objects. infinity sends strings, but our server sends
+        # objects. So the request asks for a reply without documents.
         "infinity": lambda: rank("infinity", return_documents=False),
     }
 )

@@ -39,7 +39,10 @@ def infer(request: Any, **options: Any) -> Any:
 
 
 def use_rest() -> None:
-    """Send unset fields as null, and leave unset fields out. By default, model_dump writes null."""
+    """Send some requests with null for unset fields, and one request without these fields.
+
+    By default, model_dump writes null.
+    """
     MetadataServerResponse.model_validate_json(http.get(f"{url}/v2", timeout=60).content)
     about = MetadataModelResponse.model_validate_json(http.get(f"{url}/v2/models/{model}", timeout=60).content)
     facts["inputs"] = [tensor.name for tensor in about.inputs or []]

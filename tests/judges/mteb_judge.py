@@ -1,7 +1,7 @@
 """Runs the MTEB code of docs/how-to/http-clients.md on a small task that needs no download.
 
 The program runs as `PROGRAM REQUESTS BLOCK...` in the virtual environment of the requirements file mteb.txt. REQUESTS
-is a JSON file with `pairs`. A pair is two texts and the similarity of the texts. Each BLOCK is a file with a code block
+is a JSON file with `pairs`. A pair has two texts and their similarity. Each BLOCK is a file with a code block
 of docs/how-to/http-clients.md. The code block reads the variable `tasks` and sets the variable `results`. The program
 prints the scores of all blocks as JSON.
 """

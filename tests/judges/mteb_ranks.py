@@ -3,14 +3,14 @@
 The program runs as `PROGRAM REQUESTS` in the virtual environment of the requirements file mteb.txt. REQUESTS is a JSON
 file with:
 
-- `relevant`: For each query the indexes of the relevant documents.
-- `documents`: The documents, which are the candidates of each query.
+- `relevant`: For each query, the indexes of the relevant documents.
+- `documents`: The documents that each query ranks.
 - `url`, `target`: The HTTP address and the gRPC address of our server.
 - `model`, `directory`: The name of the model in our server, and the directory of the model.
-- `is_dense`: Whether the model computes vectors. Otherwise it is a cross-encoder.
+- `is_dense`: Whether the model computes vectors. If false, the model is a cross-encoder.
 
 The program prints a list of dictionaries with the scores of the task. The first dictionary is from
-sentence-transformers, the others are from our server.
+sentence-transformers. The other dictionaries are from our server.
 """
 
 import json

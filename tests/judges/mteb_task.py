@@ -1,4 +1,4 @@
-"""Makes the metadata of the small tasks of mteb_judge.py and mteb_ranks.py. The tasks need no download."""
+"""Makes the metadata for the small tasks in mteb_judge.py and mteb_ranks.py. The tasks need no download."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 
 
 def describe(name: str, kind: str, main_score: str) -> Any:
-    """Return the TaskMetadata of a task with one test split in English. `kind` is MTEB's type of the task."""
+    """Return the TaskMetadata of a task with one test split in English. `kind` is a task type of MTEB."""
     return TaskMetadata(
         name=name,
         description="A few texts",

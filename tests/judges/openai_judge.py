@@ -1,4 +1,4 @@
-"""Calls the server with OpenAI's client, and with LangChain's default settings.
+"""Calls the server with OpenAI's client, and with LangChain in its default settings.
 
 The program runs in the virtual environment of the requirements file clients.txt.
 """

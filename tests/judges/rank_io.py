@@ -1,7 +1,8 @@
-"""Runs the clients of a rank judge, a program `*_ranks.py`. Each client ranks the same documents with our server.
+"""Runs the clients of a rank judge. Each client ranks the same documents with our server.
 
-A rank judge runs as `PROGRAM ADDRESS MODEL REQUESTS`. REQUESTS is a JSON file with `query` and `documents`. The program
-prints a JSON object. For each client, the object has the ranks as pairs [index, score], or the client's error.
+A rank judge is a program `*_ranks.py`. It runs as `PROGRAM ADDRESS MODEL REQUESTS`. REQUESTS is a JSON file with
+`query` and `documents`. The program prints a JSON object. For each client, the object has the ranks as pairs
+[index, score], or the client's error.
 """
 
 import json
@@ -24,11 +25,11 @@ def ranks_of(results: Iterable[Any]) -> Ranks:
 
 
 def rank_with(clients: Mapping[str, Callable[[], Ranks]]) -> None:
-    """Call each client, and print the ranks."""
+    """Call each client, and print the client's ranks or error."""
     found: dict[str, Any] = {}
     for name, call in clients.items():
         try:
             found[name] = call()
-        except Exception:  # the test of each client reports its own error
+        except Exception:  # the other clients still run; the test of this client reports the error
             found[name] = traceback.format_exc()
     sys.stdout.write(f"\n{json.dumps(found)}")

@@ -40,13 +40,13 @@ IDS = [[101, 1045, 3305, 2023, 102], [101, 1998, 2008, 102]]
 
 @pytest.fixture(scope="module")
 def vectors(client: EncoderClient) -> Array:
-    """The vectors of TEXTS from our client: (texts, width), float32, not normalized."""
+    """Our client's vectors of TEXTS, not normalized, in the shape (texts, width), float32."""
     return client.embed(TEXTS)
 
 
 @pytest.fixture(scope="module")
 def unit_vectors(client: EncoderClient) -> Array:
-    """The vectors of TEXTS from our client: (texts, width), float32, normalized."""
+    """Our client's vectors of TEXTS, normalized, in the shape (texts, width), float32."""
     return client.embed(TEXTS, l2_normalize=True)
 
 
@@ -73,7 +73,7 @@ def assert_same_bits(got: Array, want: Array) -> None:
 
 
 def check_ranks(ranks: list[tuple[int, float]], unit_vectors: Array) -> None:
-    """Check the ranks of TEXTS with the first text as the query. The right scores are the cosine similarities."""
+    """Check the ranks of TEXTS for the first text as the query. The right scores are the cosine similarities."""
     cosines = unit_vectors @ unit_vectors[0]
     order = np.argsort(-cosines, kind="stable").tolist()
     assert [index for index, _ in ranks] == order
@@ -160,7 +160,10 @@ def test_perf_analyzer(minilm: RealServer, tmp_path: Path, protocol: str, stream
 
 
 def test_commands_of_the_page_of_open_inference(minilm: RealServer, tmp_path: Path) -> None:
-    """curl gets vectors, and perf_analyzer measures. The test shortens the measurement on the page."""
+    """Run the commands of the page: curl gets vectors, and perf_analyzer measures the throughput.
+
+    The test changes the options of perf_analyzer, so that the measurement takes less time.
+    """
     analyzer, environment = perf_analyzer()
     curl, analyze = (it.code for it in blocks("how-to/kserve-and-triton.md") if it.language == "bash")
     reply = json.loads(run_commands(tmp_path, curl.replace("http://127.0.0.1:8080", minilm.url)))
@@ -174,11 +177,11 @@ def test_commands_of_the_page_of_open_inference(minilm: RealServer, tmp_path: Pa
 
 
 def test_openai(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path: Path) -> None:
-    """OpenAI's client gets the same vectors.
+    """OpenAI's client gets the same vectors as our client.
 
     With default settings, LangChain gets an error. The error message names the setting to use. With default
-    settings, LangChain needs OpenAI's vocabulary. The package litellm contains this vocabulary, so tiktoken does not
-    download the vocabulary.
+    settings, LangChain also needs OpenAI's vocabulary. Usually, tiktoken downloads this vocabulary. In this test,
+    tiktoken reads the vocabulary from the package litellm.
     """
     (litellm,) = python_environment("gateways").parent.glob("lib/python*/site-packages/litellm")
     vocabularies = f"{litellm / 'litellm_core_utils/tokenizers'}"
@@ -248,14 +251,14 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
 
 
 def vectors_of_lines(output: str) -> Array:
-    """Parse the output of an example in another language. The output has one line for each text, with the vector."""
+    """Parse the output of an example in another language. For each text, the output has a line with the vector."""
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["text"] for line in lines] == TEXTS
     return np.array([line["vector"] for line in lines])
 
 
 def ranks_of_lines(output: str) -> list[tuple[int, float]]:
-    """Parse the ranks of an example in another language. The output has one line for each text, the best first."""
+    """Parse the ranks of an example in another language. The output has one line for each text, best text first."""
     lines = [json.loads(line) for line in output.splitlines()]
     return [(TEXTS.index(line["text"]), line["score"]) for line in lines]
 

@@ -1,7 +1,7 @@
-"""Tests the requests that our server answers differently from vLLM or infinity.
+"""Tests requests to which our server replies differently from vLLM or infinity.
 
 The requests come from the tests of vLLM and infinity. docs/reference/http.md lists the differences.
-tests/server/test_server_http*.py test the requests that all three servers answer in the same way.
+The tests in tests/server/test_server_http*.py send the requests to which all three servers reply in the same way.
 """
 
 from typing import Any

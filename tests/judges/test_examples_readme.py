@@ -25,8 +25,8 @@ PROGRAMS["javascript"] = {"node": "nodejs", "npm": "npm"}
 def test_commands(language: str, minilm: RealServer, tmp_path: Path) -> None:
     """All blocks run in one shell, because later blocks use variables of the first block.
 
-    The first two blocks call a server without TLS. The last block calls a server with TLS, certificates of callers and
-    a key. `apt-get` needs root, and CI has installed the packages.
+    The first two blocks call a server without TLS. The last block calls a server that requires TLS, a client
+    certificate and a key. The test leaves out `apt-get`, because `apt-get` needs root. CI installs the packages before.
     """
     for name, package in PROGRAMS[language].items():
         program(name, package)

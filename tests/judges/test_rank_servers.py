@@ -1,7 +1,7 @@
-"""Tests the assertions of vLLM's and infinity's own tests about /rerank, /score and /classify.
+"""Tests our server with assertions from the tests of vLLM and infinity about /rerank, /score and /classify.
 
-docs/reference/http.md lists the assertions that do not hold here. The models have random weights, so the right
-scores come from sentence-transformers.
+docs/reference/http.md lists the assertions that do not hold for our server. The models have random weights, so
+sentence-transformers computes the right scores.
 """
 
 import itertools
@@ -73,7 +73,7 @@ def test_score(served: Served, scores: Array, path: str, fields: tuple[str, str]
 
 
 def test_rerank(served: Served, scores: Array) -> None:
-    """Rank the documents in every order, with several limits of results, and with and without texts in the results."""
+    """Rank the documents in every order, for several numbers of results, with and without texts in the results."""
     np.testing.assert_allclose(scores_of(served, {}), scores[0], rtol=1e-4)
     best = DOCUMENTS[int(scores[0].argmax())]
     for documents, top_n, with_documents in itertools.product(

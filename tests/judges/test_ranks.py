@@ -1,7 +1,7 @@
-"""Clients of other projects rank documents as sentence-transformers does, with our server and default settings.
+"""Clients of other projects rank documents with our server, and get the same ranks as sentence-transformers.
 
-The programs `*_ranks.py` call the server with these clients. The model is a cross-encoder, and in the weekly tests also
-a dense model.
+The clients have their default settings. The programs `*_ranks.py` call the server with these clients. The model is
+a cross-encoder. The weekly tests also use a dense model.
 """
 
 import json
@@ -36,7 +36,8 @@ DOCUMENTS = [
     "How do I keep a dog off the bed?",
     "It rained for three days. " * 40,  # too long for the cross-encoder
 ]
-# For each program: the virtual environment, and the number of ranks that each client returns by default.
+# For each program: the virtual environment, and the number of ranks that each client returns by default. None means
+# all ranks.
 PROGRAMS: dict[str, tuple[str, dict[str, int | None]]] = {
     "cohere": ("gateways", dict.fromkeys(("Client", "ClientV2", "AsyncClient", "AsyncClientV2"))),
     "litellm": ("gateways", dict.fromkeys(("cohere", "jina_ai", "hosted_vllm", "huggingface", "infinity"))),
@@ -66,7 +67,7 @@ def served(request: pytest.FixtureRequest) -> Any:
 def judged(
     served: Served, bin_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Callable[[str], dict[str, Ranks | str]], Array]:
-    """A function that runs a program once and returns the ranks or the error of each client, and the right scores."""
+    """A function and the right scores. The function runs a program once, and returns each client's ranks or error."""
     file, found = tmp_path_factory.mktemp("ranks") / "requests.json", dict[str, dict[str, Ranks | str]]()
     file.write_text(json.dumps({"query": QUERY, "documents": DOCUMENTS}))
 
@@ -78,7 +79,7 @@ def judged(
         return found[program]
 
     (scores,) = scores_of_library(served, [QUERY], DOCUMENTS)
-    assert np.diff(np.sort(scores)).min() > 1e-4  # so the order does not depend on rounding
+    assert np.diff(np.sort(scores)).min() > 1e-4  # all scores differ, so the order does not depend on rounding
     return ranks_of, scores
 
 
@@ -92,7 +93,7 @@ def test_clients_rank_as_sentence_transformers_does(
     ranks = ranks_of(program)[client]
     assert not isinstance(ranks, str), ranks
     order = np.argsort(-scores)[: PROGRAMS[program][1][client]]
-    if client == "huggingface":  # without the last document
+    if client == "huggingface":  # litellm_ranks.py leaves out the last document for this provider
         order = order[order != len(DOCUMENTS) - 1]
     assert [index for index, _ in ranks] == order.tolist()
     np.testing.assert_allclose([score for _, score in ranks], scores[order], rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_curl_line(minilm: RealServer) -> None:
-    """README.md shows the first numbers of the vector, and `…` in place of the others."""
+    """README.md shows the first numbers of the vector. `…` replaces all other numbers."""
     (line,) = re.findall(r"^ +(curl .*)$", README, re.MULTILINE)
     command = shlex.split(with_ports(line, minilm))
     reply = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)

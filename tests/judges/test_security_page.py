@@ -1,6 +1,6 @@
 """Runs the code blocks of docs/how-to/tls.md and docs/how-to/keys-and-shares.md in order. No block fails.
 
-The ports in the code are replaced by free ports.
+The test replaces the ports in the code by free ports.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def test_no_code_block_fails(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in code_blocks((ROOT / "docs/how-to" / page).read_text(), "sh", "python", "toml"):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # a server with --callers refuses ENCSERVE_API_KEY
+                exported.clear()  # the next server has --callers, and refuses to start with ENCSERVE_API_KEY
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()

@@ -1,6 +1,7 @@
 """Tests TLS, client certificates and keys with curl, openssl, OpenAI's client, and clients in other languages.
 
-tests/server/test_server_tls.py tests Python's ssl. tests/client/test_client_tls.py tests our client.
+tests/server/test_server_tls.py tests the server with Python's module ssl. tests/client/test_client_tls.py tests our
+client.
 """
 
 import os
@@ -25,7 +26,8 @@ VERSIONS = pytest.mark.parametrize("version", ["1.2", "1.3"])
 # The lifetime of the certificate for the fault "expired". The server loads the certificate while it is valid. The
 # tests run after it has expired.
 SHORT_SECONDS = 20.0
-# curl's exit statuses if the server ends the connection. 60: the server sent the TLS alert "expired certificate".
+# curl's exit statuses if the server ends the connection. The status 60 means that the server has sent the TLS alert
+# "expired certificate".
 CURL_REFUSED = (35, 52, 55, 56, 60)
 # For each fault of a server's certificate: a text in the error messages of openssl and Python.
 FAULTS = {"expired": "certificate has expired", "other_name": "hostname mismatch", "stranger": "local issuer"}
@@ -78,7 +80,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 def execute(*command: Any, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that may fail, with additional environment variables."""
+    """Run a program with additional environment variables. Return the result, even if the program fails."""
     return subprocess.run(
         list(map(str, command)),
         input=text,
@@ -113,7 +115,7 @@ def test_our_command(servers: Servers) -> None:
 
 
 def s_client(made: Certificates, port: int | None, version: str, pair: Pair | None, *more: str) -> tuple[int, str]:
-    """Request /health with openssl s_client; return the exit status and the output."""
+    """Request /health with openssl s_client. Return the exit status and the output."""
     done = execute(
         *(program("openssl", "openssl"), "s_client", "-connect", f"127.0.0.1:{port}", "-servername", "localhost"),
         *("-CAfile", made.ca, "-verify_return_error", "-verify_hostname", "localhost", "-ign_eof"),
@@ -146,7 +148,7 @@ def test_openssl(servers: Servers, version: str) -> None:
 
 
 def curl(made: Certificates, url: str, pair: Pair | None, version: str, *more: str) -> tuple[int, str]:
-    """Send a request with curl; return curl's exit status and the HTTP status code."""
+    """Send a request with curl. Return curl's exit status and the HTTP status code."""
     done = execute(
         *(program("curl", "curl"), "--silent", "--show-error", "--noproxy", "*", "--cacert", made.ca),
         *(f"--tlsv{version}", "--tls-max", version, "--output", os.devnull, "--write-out", "%{http_code}"),

@@ -1,4 +1,4 @@
-"""The code for other tools in the docs returns the same vectors as our client.
+"""The docs contain code for other tools. This code returns the same vectors as our client.
 
 The pages are docs/how-to/http-clients.md and docs/how-to/kserve-and-triton.md.
 
@@ -73,7 +73,7 @@ const { texts } = JSON.parse(readFileSync(process.argv[2], "utf8"));
 
 
 def blocks_by_tool() -> dict[str, list[tuple[str, str]]]:
-    """Return the (language, text) of each code block that sends `texts` over HTTP, by tool."""
+    """Return the code blocks that send `texts` over HTTP, by tool. A block is the language and the code."""
     parts = re.split(r"^## (.+)\n", CLIENTS.read_text(), flags=re.MULTILINE)[1:]
     parts += re.split(r"^### (.+)\n", section("Over HTTP"), flags=re.MULTILINE)[1:]
     found = {tool: code_blocks(part, "python", "js") for tool, part in zip(parts[::2], parts[1::2], strict=True)}
@@ -107,7 +107,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """A file with texts, and our client's vectors of these texts. The key False has 256 texts, True has 1,004."""
+    """Two files with texts, each with our client's vectors. The key False has 256 texts, the key True has 1,004."""
     words, rng = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(rng.choices(words, k=500))[:2000] for _ in range(1000)]
     made, every = {}, [*TEXTS, *documents]
@@ -174,7 +174,7 @@ def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple
 
 
 def test_mteb(server: RealServer, tmp_path: Path) -> None:
-    """MTEB's scores equal Spearman's correlation, computed with our client's vectors."""
+    """The scores from MTEB equal Spearman's correlation, which the test computes with our client's vectors."""
     (tmp_path / "requests.json").write_text(json.dumps({"pairs": PAIRS}))
     blocks = [tmp_path / f"{i}.py" for i in range(len(blocks_by_tool()["MTEB"]))]
     for path, (_, lines) in zip(blocks, blocks_by_tool()["MTEB"], strict=True):

@@ -46,7 +46,7 @@ def use_client() -> None:
     half = client.infer(model, text_input(triton), outputs=binary, parameters={"datatype": "FP16"})
     vectors["half"] = half.as_numpy("embedding")
     tokens = [tensor(triton, "input_ids", ids, "INT64"), tensor(triton, "attention_mask", mask, "INT64")]
-    rows = client.infer(model, tokens, priority=1, timeout=60_000_000)  # by default, all outputs come as bytes
+    rows = client.infer(model, tokens, priority=1, timeout=60_000_000)  # by default, the reply has all outputs as bytes
     for name in ("last_hidden_state", "lengths"):
         vectors[name] = rows.as_numpy(name)
     vectors["embedding_of_ids"] = rows.as_numpy("embedding")

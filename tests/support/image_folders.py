@@ -1,9 +1,9 @@
-"""Runs the steps of a Dockerfile in folders, and runs commands in these folders as in containers.
+"""Runs the steps of a Dockerfile in a folder, and runs commands in this folder, without a container engine.
 
-No container engine is needed, because bubblewrap isolates steps and commands. The operating system and the Python of
-this machine replace the base image. As in a container, a command runs as user 10001, without capabilities. The command
-has a read-only root, the mounts and a separate network. Two things differ from a container. User 10001 also owns the
-files of the image. Memory and CPUs have no limit.
+The folder replaces the image, and bubblewrap isolates the steps and the commands. This machine's operating system and
+Python replace the base image. As in a container, a command runs as user 10001, without capabilities. The command
+has a read-only root folder, the mounts and a separate network. Two things differ from a container: user 10001 owns the
+files of the image, and memory and CPUs have no limit.
 """
 
 import json
@@ -40,7 +40,7 @@ class Stage:
         environment: The variables of ENV.
         arguments: The values of ARG.
         folder: The working directory.
-        facts: The last value of every other instruction, such as ENTRYPOINT.
+        facts: The value of each instruction that no step runs, such as ENTRYPOINT. The last value counts.
     """
 
     root: Path
@@ -64,15 +64,16 @@ class Stage:
         has_network: bool = False,
         timeout: float = 300,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command as in a container, and wait for its end.
+        """Run a command as in a container, and wait until the command ends.
 
         Args:
             command: The words of the command.
-            mounts: Path in the container → folder of this machine, and whether the mount is read-only.
+            mounts: For each path in the container, the folder of this machine, and whether the mount is read-only.
             environment: Variables that are added to the image's variables.
-            tmpfs: Paths of empty folders in memory. Without a mount, /tmp is read-only.
+            tmpfs: Paths in the container at which empty folders in memory are mounted. Without such a mount, /tmp is
+                read-only.
             has_network: Whether the command has the network of this machine instead of a separate network.
-            timeout: The longest time in seconds.
+            timeout: The time limit in seconds.
         """
         sandbox = ["--ro-bind", self.root, "/", *_system(self.root, read_only=True)]
         for path in tmpfs:
@@ -84,12 +85,15 @@ class Stage:
         return _run([*sandbox, "--chdir", self.folder], command, self.environment | dict(environment), timeout)
 
     def mount_point(self, path: str) -> None:
-        """Make a folder on which an engine would mount a volume."""
+        """Make the folder `path`, so that a command can mount a volume there.
+
+        A container engine makes such a folder itself. bubblewrap cannot, because the root folder is read-only.
+        """
         (self.root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
 
 class Dockerfile:
-    """A Dockerfile. A stage is made when a caller first needs the stage."""
+    """A Dockerfile. The method `stage` runs the steps of a stage when it is first called for this stage."""
 
     def __init__(self, path: Path, folder: Path, arguments: Mapping[str, str], dist: Path) -> None:
         """Read a Dockerfile.
@@ -98,7 +102,7 @@ class Dockerfile:
             path: The Dockerfile.
             folder: An empty folder for the files of all stages.
             arguments: Values for ARG.
-            dist: A folder with wheels. It replaces the folder dist in the build context.
+            dist: A folder with wheels. This folder replaces the folder dist in the build context.
         """
         self._folder = folder
         self._given = dict(arguments)
@@ -178,7 +182,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _context(folder: Path, dist: Path) -> Path:
-    """Copy the build context: the files and folders after "!" in .dockerignore. Return `folder`."""
+    """Copy the build context into `folder`: all files and folders after "!" in .dockerignore. Return `folder`."""
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         source = dist if line == "!dist" else ROOT / line.removeprefix("!")
         target = folder / line.removeprefix("!")
@@ -220,7 +224,7 @@ def _build(stage: Stage, command: str) -> None:
 
 
 def _system(root: Path, *, read_only: bool) -> list[str | Path]:
-    """Return the mounts of the operating system and of Python, with the stage's own /usr/local."""
+    """Return bubblewrap's arguments to mount the operating system, Python and the stage's /usr/local."""
     mounts: list[str | Path] = []
     own = [f"/{name}" for name in _LINKS if Path("/", name).is_dir() and not Path("/", name).is_symlink()]
     for path in (*_SYSTEM, *own):

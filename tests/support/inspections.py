@@ -29,7 +29,7 @@ def tensor_of(kind: int, n_tokens: int) -> npt.NDArray[np.float32]:
 def inspection(
     request: pb.InspectRequest, n_tokens: int, *, max_chunk_bytes: int | Sequence[int] = 1000
 ) -> list[pb.InspectResponse]:
-    """Return all messages of the reply. Each chunk has data of one tensor, and at most `max_chunk_bytes` bytes.
+    """Return all messages of the reply. Each chunk has at most `max_chunk_bytes` bytes of one tensor.
 
     `max_chunk_bytes` may be a sequence of limits. Then each chunk uses the next limit. After the last limit, the first
     limit follows again.

@@ -1,7 +1,7 @@
-"""Installs and runs clients of other projects, the judges. Each client has an environment under .venv-judges.
+"""Installs and runs the judges. A judge is a program that calls our server with another project's client.
 
-An environment has two variants. `pinned` has the package versions in tests/judges/NAME.txt. `newest` has the newest
-versions that tests/judges/NAME.in allows.
+The judges run in virtual environments under .venv-judges. Each environment has two variants. `pinned` has the package
+versions in tests/judges/NAME.txt. `newest` has the newest versions that tests/judges/NAME.in allows.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
 def missing(reason: str) -> NoReturn:
-    """Skip the test. If the variable CI is set, fail the test instead."""
+    """Skip the test. If the environment variable CI is set, fail the test instead."""
     if os.environ.get("CI"):
         pytest.fail(f"no judge: {reason}")
     pytest.skip(f"no judge: {reason}")
@@ -67,10 +67,10 @@ def _digest(file: Path) -> str:
 
 
 def python_environment(name: str, versions: str = "pinned", *, with_encserve: bool = False) -> Path:
-    """Create an environment if needed. Return the environment's bin folder.
+    """Create a virtual environment if needed. Return the environment's bin folder.
 
-    If `with_encserve` is true, the environment can also import the packages of the running Python. The variant
-    `newest` is updated each week.
+    If `with_encserve` is true, programs in the environment can also import the packages of the running Python. The
+    variant `newest` is installed again each week.
     """
     uv = [sys.executable, "-m", "uv"]
     if versions == "pinned":
@@ -117,8 +117,10 @@ def run(
 ) -> str:
     """Run a program and return the program's stdout.
 
-    If `installs` is true, the program may use the network. If such a program fails, call `missing`. If another program
-    fails, raise an AssertionError with the output.
+    If `installs` is true, the program may use the network. If the program fails, call `missing`.
+
+    If `installs` is false, the program may use loopback only. If the program fails, raise an AssertionError with the
+    output.
     """
     done = subprocess.run(
         list(map(str, command)),
@@ -138,7 +140,7 @@ def run(
 def source_folder(package: str) -> Path:
     """Download and unpack the sources of a package. Return the folder.
 
-    tests/judges/PACKAGE-tests.txt contains the version.
+    tests/judges/PACKAGE-tests.txt contains the version to download.
     """
     folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
     with _installing(folder, _digest(requirements)) as needed:

@@ -1,4 +1,4 @@
-"""Makes random results of Inspect that look like results of a trained model."""
+"""Makes random results of the RPC Inspect. The results look like the results of a trained model."""
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ def make_inspection(
     position: str = "sinusoidal",
     max_sequence_tokens: int = 512,
 ) -> tuple[InspectResult, ModelInfo]:
-    """Make a result of Inspect, and the ModelInfo of the model.
+    """Make a result of the RPC Inspect, and the ModelInfo of the inspected model.
 
     If `tokens` is a number, the result has this number of tokens. The tokens of `TOKENS` are repeated.
     """

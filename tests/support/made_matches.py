@@ -1,4 +1,4 @@
-"""Makes queries and documents with random vectors, and the HTML page with the matches between them."""
+"""Makes queries and documents with random vectors, and the HTML page that shows which vectors match."""
 
 import numpy as np
 

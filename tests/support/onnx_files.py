@@ -1,4 +1,4 @@
-"""Makes small ONNX encoders. Input names, output names and structures are like those of other exporters."""
+"""Makes small ONNX encoders. The names and the structure of the graphs are as in files from other exporters."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,9 +74,9 @@ def build(*, with_types: bool = False, positions: int = POSITIONS, opset: int = 
 
 
 def expected_rows_with_types(model: onnx.ModelProto, ids: Any) -> Any:
-    """Return the rows of `build(with_types=True)` for one sequence in which each token has the type 0.
+    """Return the hidden states that `build(with_types=True)` computes for a sequence. Each token has the type 0.
 
-    `ids`: (seq,). The result is (seq, d_model).
+    `ids` has the shape (seq,). The hidden states have the shape (seq, d_model).
     """
     table, kinds, places = (numpy_helper.to_array(tensor_of(model, name)) for name in ("table", "kinds", "places"))
     placed = table[ids] + kinds[0] + places[: len(ids)]  # (seq, d_model)
@@ -106,7 +106,7 @@ def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.
 
 
 def point_elsewhere(path: Path, name: str = "table", **entries: str) -> None:
-    """Change the recorded location, offset or length of a tensor's data, in a file from `save_with_data`.
+    """Change where an ONNX file from `save_with_data` expects the data of the tensor `name`.
 
     `entries` are new values of location, offset or length.
     """
@@ -136,7 +136,11 @@ class Renamed(nn.Module):
 
 
 def export_torch(path: Path, config: EncoderConfig) -> Path:
-    """Export a `Renamed`. Inputs: "tokens" (ids), "real" (mask) and "segments". Outputs: "hidden" and "pooled"."""
+    """Export the module `Renamed` with PyTorch.
+
+    The inputs are "tokens" (the ids), "real" (the mask) and "segments" (the token types). The outputs are "hidden" and
+    "pooled".
+    """
     torch.manual_seed(0)
     module = Renamed(random_encoder(config, 0)).eval()
     ids = torch.tensor([[0, 0, 0], [0, 0, 0]])  # (batch, seq)

@@ -1,4 +1,4 @@
-"""Requests and replies of the Open Inference Protocol, for tests of a `FakeServer`."""
+"""Builds requests and reads replies of the Open Inference Protocol, for tests with a `FakeServer`."""
 
 import json
 import random
@@ -18,7 +18,7 @@ DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16"
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 # A batch of two sequences: one sequence has 3 tokens, and the other has 1 token. PADDED has the hidden states that the
-# fake engine returns for these sequences.
+# fake engine returns for these sequences, and zeros for the padding.
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
 PADDED = np.stack(
@@ -61,7 +61,7 @@ def infer_request(
 
 
 def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Return random arrays with their names. Some ids, masks and combinations are invalid, such as text with ids."""
+    """Return random input arrays by name. Some ids, masks and combinations are invalid, such as text with ids."""
     rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def wild_inputs(rng: random.Random) -> dict[str, Any]:
 
 
 def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
-    """Return the output arrays by name."""
+    """Return the output arrays of a gRPC reply by name."""
     assert len(response.raw_output_contents) == len(response.outputs)
     return {
         it.name: np.frombuffer(data, DTYPES[it.datatype]).reshape(it.shape)
@@ -110,10 +110,10 @@ def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
 
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
-    """Call a method of the Open Inference service. If the call fails, raise Failed."""
+    """Call a method of the Open Inference service. If the call fails, raise `fake_server.Failed`."""
     return response_type.FromString(await server.call(method, request, INFER_SERVICE))
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
-    """Call ModelInfer and return the output arrays by name. If the call fails, raise Failed."""
+    """Call ModelInfer and return the output arrays by name. If the call fails, raise `fake_server.Failed`."""
     return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))

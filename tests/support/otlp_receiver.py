@@ -1,4 +1,7 @@
-"""A receiver for OTLP, the protocol of OpenTelemetry. Stores every span together with the attributes of the sender."""
+"""Runs a receiver for OTLP, the protocol of OpenTelemetry.
+
+The receiver stores every span together with the attributes of the sender.
+"""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Descriptions of models with every kind of output, and the formula of each pooling."""
+"""Describes models for tests that need no model files. POOL has the formula of each pooling."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs the code of a page of the docs as a reader would: all blocks in order, in one folder and one Python session.
+"""Runs the code of a docs page in the same way as a reader: all blocks in order, in one folder and one Python session.
 
 A block in `bash` has commands, and a block in `python` is a program. If a block in `text` follows a program directly,
 the program must print this text. A server from `encserve serve` runs until the end of the page. `encserve-server` and
@@ -52,18 +52,18 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the blocks of commands and programs of a page, such as "how-to/rerank.md"."""
+    """Return the blocks of a page that contain commands or a program. `page` is a path such as "how-to/rerank.md"."""
     return [Block(*groups) for groups in _BLOCK.findall((DOCS / page).read_text())]
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command, with our programs on the path. `variables` override other variables."""
+    """Return the environment of a command, with our programs on the path. `variables` take precedence."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return clean_environment({"PATH": path, **variables})
 
 
 def run_commands(folder: Path, commands: str, **variables: str) -> str:
-    """Run lines with bash in a folder, and return their standard output. A command that fails ends the test."""
+    """Run lines with bash in a folder, and return their standard output. If a command fails, the test fails."""
     done = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,
@@ -77,7 +77,7 @@ def run_commands(folder: Path, commands: str, **variables: str) -> str:
 
 
 def run_until_ready(folder: Path, command: str, port: int, **variables: str) -> None:
-    """Run a program that ends only if it is stopped. Wait until its HTTP port answers, and stop the program."""
+    """Run a program that ends only if it is stopped. When the program's HTTP port answers, stop the program."""
     url = f"http://127.0.0.1:{port}{_READY[command.split()[0]]}"
     log = folder / "log.txt"
     with (
@@ -106,7 +106,7 @@ class Reader:
     """A reader of one page.
 
     Attributes:
-        names: The variables of the programs.
+        names: The Python variables that the programs of the page share.
         target: The address of the server.
     """
 
@@ -119,7 +119,7 @@ class Reader:
         self.target = target or f"127.0.0.1:{free_port()}"
 
     def read(self, page: str, changes: Mapping[str, str] | None = None) -> None:
-        """Run all blocks of a page, with some changes of their code."""
+        """Run all blocks of a page. In the code, replace each key of `changes` by the value."""
         for block in blocks(page):
             code = block.code
             for old, new in (changes or {}).items():
@@ -139,7 +139,8 @@ class Reader:
             return
         if lines and lines[0].split()[0] in _READY:
             (line,) = lines
-            given = re.search(r"listen-address=127\.0\.0\.1:(\d+)", line)  # the server takes its port from a variable
+            # The line of Prometheus contains a port. `encserve-server` gets its port from ENCSERVE_HTTP_PORT.
+            given = re.search(r"listen-address=127\.0\.0\.1:(\d+)", line)
             port = int(given[1]) if given else free_port()
             run_until_ready(self._folder, line, port, ENCSERVE_HTTP_PORT=str(port), **_SERVER_VARIABLES)
             return
@@ -167,7 +168,7 @@ class Reader:
 
 @contextlib.contextmanager
 def reader(folder: Path, target: str = "") -> Iterator[Reader]:
-    """Yield a reader. `folder` is the current folder until the end of the block. Then stop the server of the page."""
+    """Yield a reader. Until the end of the block, `folder` is the current folder. Then stop the server of the page."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield Reader(folder, stack, target)

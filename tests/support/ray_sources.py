@@ -1,6 +1,6 @@
-"""A fake backend for jobs on Ray, and a Ray cluster of several nodes on this machine.
+"""Provides a fake backend for jobs on Ray, and starts a Ray cluster of several nodes on this machine.
 
-A backend opens an encoder. Ray actors import the fake backend, which needs no model.
+A backend opens the encoder of a job. The fake backend needs no model. The processes of Ray import this module.
 """
 
 import os
@@ -35,7 +35,7 @@ class FakeEncoder:
         self._stopping = threading.Event()
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
-        """See `Encoder`."""
+        """Encode values. The protocol `Encoder` of encserve_cli defines this method."""
         if DEADLY in values:
             os._exit(1)
         with self._lock:
@@ -48,11 +48,11 @@ class FakeEncoder:
         return Encoded(result, {})
 
     def stop(self) -> None:
-        """See `Encoder`."""
+        """Let waiting calls and later calls of `encode` raise Stopped."""
         self._stopping.set()
 
     def close(self) -> None:
-        """See `Encoder`."""
+        """Do nothing, because this encoder holds no resources."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ class FakeBackend:
     """Opens a `FakeEncoder`.
 
     Attributes:
-        seconds: The duration of each call of encode.
-        fingerprint_of: A folder with a file "fingerprint". The file contains the model's fingerprint.
+        seconds: The duration of each call of `encode`.
+        fingerprint_of: A folder with a file "fingerprint", which contains the model's fingerprint. If None, the
+            fingerprint is in FACTS.
     """
 
     seconds: float = 0.0
     fingerprint_of: Path | None = None
 
     def open(self, make: MakeOptions, before: ModelFacts | None) -> LocalWorker:
-        """See `Backend`."""
+        """Return a worker with a `FakeEncoder`. The protocol `Backend` of encserve_cli defines this method."""
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())

@@ -69,7 +69,7 @@ class RealServer:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait for the end of the process, and return the exit status."""
+        """Wait until the process ends, and return the exit status."""
         status = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         return status
@@ -92,7 +92,7 @@ class RealServer:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU has bfloat16 instructions, from /proc/cpuinfo."""
+    """Return whether the CPU has bfloat16 instructions, according to /proc/cpuinfo."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
@@ -107,8 +107,8 @@ def real_server(
 ) -> Iterator[RealServer]:
     """Run a server. At the end of the block, stop the process if the server still runs.
 
-    By default, the server does not measure the batch budget, because the measurement takes seconds for each model. A
-    flag can turn the measurement on.
+    By default, the server does not measure the batch budget, because the measurement takes seconds for each model.
+    `flags` may turn the measurement on.
 
     If `log_bytes` is given, the log is a pipe of this size. The pipe is not read after the start.
     """
@@ -133,9 +133,9 @@ def real_server(
 
 @contextlib.contextmanager
 def killed_server(model_repository: Path, is_time: Callable[[RealServer], bool], *flags: str) -> Iterator[str]:
-    """Run a server, and yield its address. When `is_time` is true, kill the server, and start it again.
+    """Run a server, and yield the server's address. When `is_time` returns true, kill the server, and start a new one.
 
-    At the end of the block, check that the second server has encoded something.
+    At the end of the block, check that the second server has encoded tokens.
     """
     flags = ("--grpc-port", str(free_port()), *flags)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,7 @@
-"""Writes directories of multi-vector models. No library writes older formats, so this module writes their files."""
+"""Writes directories of multi-vector models.
+
+sentence-transformers writes only the current format. So this module itself writes the files of older formats.
+"""
 
 import json
 import string
@@ -22,7 +25,7 @@ _IDENTITY = "torch.nn.modules.linear.Identity"
 def native(
     *, model_type: str = "bert", encoder: dict[str, Any] | None = None, **settings: Any
 ) -> Callable[[Path], None]:
-    """Return a function that writes a directory with sentence-transformers.
+    """Return a function that uses sentence-transformers to write a directory.
 
     `settings` contains the arguments for each part of the model. The keys are:
 

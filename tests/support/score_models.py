@@ -1,6 +1,7 @@
-"""A table of tiny cross-encoders and classifiers with random weights, and the pairs that tests compare.
+"""Provides a table of tiny cross-encoders and classifiers with random weights, and the pairs of texts for comparisons.
 
-An entry is a directory of transformers, or of sentence-transformers' CrossEncoder in the layout of version 5 or 6.
+An entry is a directory in the format of transformers, or in the format of a CrossEncoder of sentence-transformers,
+version 5 or 6.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ PAIR_TEMPLATE = (
 
 
 def _bytes_tokenizer(kind: str) -> Any:
-    """Return a tokenizer with a token for each byte: "roberta" with special tokens around texts, or "decoder"."""
+    """Return a tokenizer with a token for each byte. The kind "roberta" adds special tokens around texts."""
     from transformers import PreTrainedTokenizerFast
 
     special = (
@@ -86,7 +87,7 @@ def _bytes_tokenizer(kind: str) -> Any:
 
 
 def _bert_tokenizer() -> Any:
-    """Return the tokenizer of all-MiniLM-L6-v2, which has token types."""
+    """Return the tokenizer of all-MiniLM-L6-v2. This tokenizer also returns token types."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(minilm_directory(), model_max_length=LONGEST)
@@ -110,9 +111,10 @@ def write_scores(
         folder: The new folder.
         model_type: The name of the architecture in transformers.
         labels: The number of labels.
-        layout: "plain" for a directory of transformers, or the version of sentence-transformers that saves it.
+        layout: "plain" for the format of transformers. "5" or "6" for the format of this version of
+            sentence-transformers.
         tokenizer: "bert", "roberta" or "decoder".
-        language_model: Whether the score comes from the tokens "yes" and "no" of a language model.
+        language_model: Whether the model is a language model. Its logits of the tokens "yes" and "no" give the score.
         template: The chat template.
         settings: Fields of config_sentence_transformers.json, for layout "6".
         **config: Fields of config.json.

@@ -34,7 +34,7 @@ def write_encoder(
     more_words: Iterable[str] = (),
     **tokenizer_settings: Any,
 ) -> None:
-    """Write a small model and its tokenizer with transformers."""
+    """Use transformers to write a small model and the model's tokenizer."""
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)

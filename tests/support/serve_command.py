@@ -1,4 +1,4 @@
-"""Runs `encserve serve` in a process of its own, on free loopback ports."""
+"""Runs `encserve serve` in a separate process, on free loopback ports."""
 
 import asyncio
 import contextlib
@@ -21,13 +21,20 @@ COMMAND = (sys.executable, "-m", "encserve_cli")
 
 
 def clean_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment variables without the variables of the hub and of encserve. Add `variables`."""
+    """Return the environment variables of this process, and `variables`.
+
+    Variables of this process named HF_*, COLUMNS or ENCSERVE_* are left out, except ENCSERVE_CACHE_DIR.
+    """
     kept = {key: it for key, it in os.environ.items() if not key.startswith(("HF_", "ENCSERVE_", "COLUMNS"))}
     return {**kept, "ENCSERVE_CACHE_DIR": os.environ["ENCSERVE_CACHE_DIR"], **variables}
 
 
 def without_packages(folder: Path, *names: str) -> dict[str, str]:
-    """Return the environment variables of a process that cannot import some packages. Write a file into `folder`."""
+    """Return environment variables for a process that must not import the packages `names`.
+
+    Python imports sitecustomize.py at its start. This function writes such a file into `folder`. The file makes imports
+    of the packages fail.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({names!r}))\n")
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
@@ -77,7 +84,10 @@ class Serve:
             reader.start()
 
     def _watch(self) -> None:
-        """Request /health at an interval, and collect the replies. Every export takes much longer than the interval."""
+        """Request /health again and again, and collect the replies.
+
+        Every export takes much longer than the interval between two requests. So no stage is missed.
+        """
         while self.process.poll() is None:
             if (body := self.health()[1]) not in self.seen[-1:]:
                 self.seen.append(body)
@@ -99,7 +109,7 @@ class Serve:
             return 0, ""
 
     async def stage(self, stage: str) -> None:
-        """Wait until /health has named a stage."""
+        """Wait until a reply of /health has named this stage of the start."""
         await self._until(lambda: any(f"the server is still {stage}" in body for body in self.seen))
 
     async def serving(self) -> None:
@@ -124,7 +134,7 @@ class Serve:
         return self.wait()
 
     def wait(self) -> int:
-        """Wait for the end of the process, and return the exit status."""
+        """Wait until the process ends, and return the exit status."""
         status = self.process.wait(timeout=60)
         for reader in self._readers:
             reader.join(timeout=10)
@@ -149,9 +159,10 @@ def encserve_serve(
     limit: Callable[[], None] | None = None,
     command: tuple[str, ...] = COMMAND,
 ) -> Iterator[Serve]:
-    """Run the command. At the end of the block, end the process if it still runs.
+    """Run `encserve serve`. At the end of the block, end the process if it still runs.
 
-    `limit` runs in the process before the command, to set its limits. `command` is the program `encserve`.
+    `limit` is a function that sets limits of the new process. The process calls the function before the command.
+    `command` are the words that run the program `encserve`.
     """
     serve = Serve(*arguments, variables=variables, cwd=cwd, limit=limit, command=command)
     try:

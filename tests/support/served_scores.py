@@ -1,4 +1,4 @@
-"""Runs a real server with a small cross-encoder or classifier, and computes the scores of sentence-transformers."""
+"""Runs a real server with a small cross-encoder or classifier, and computes scores with sentence-transformers."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ class Served:
 
 @contextlib.contextmanager
 def served_scores(folder: Path, name: str, **options: Any) -> Iterator[Served]:
-    """Write a directory with `write_scores(**options)`, export it as `name`, and run a server with this model."""
+    """Write a directory with `write_scores(**options)`, export the model as `name`, and run a server with it."""
     directory = write_scores(folder / name, **options)
     export_once(export_hf, directory, target=Target(model_repository=folder / "models", name=name))
     with real_server(folder / "models", "--model", name, "--http-port", "0") as server:

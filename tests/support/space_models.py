@@ -1,6 +1,6 @@
 """Writes models with fixed bytes, so that their space_ids never change. A space_id identifies a model's vector space.
 
-No library writes the files, because a new version of a library could write other bytes.
+transformers and sentence-transformers do not write these files, because new versions could write other bytes.
 """
 
 import json

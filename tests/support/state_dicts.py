@@ -1,6 +1,7 @@
-"""Returns an encoder's weights in each layout of weights that the exporter reads.
+"""Returns an encoder's weights in each layout that the exporter reads.
 
-This file has its own list of tensor names, and does not use the exporter's tables.
+A layout determines the names and the shapes of the tensors in a state dict.
+This file has its own list of tensor names. So the tests notice wrong names in the exporter's tables.
 """
 
 from typing import Any

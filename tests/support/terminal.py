@@ -1,4 +1,4 @@
-"""Runs the command `encserve` in a terminal of a given width."""
+"""Runs the command `encserve` in a terminal with a given number of columns."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ class Terminal:
         self._reader.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal has no more writers
+        with contextlib.suppress(OSError):  # reading fails when the command has closed the terminal
             while data := os.read(self._main, 65536):
                 self._written += data
 
@@ -66,7 +66,7 @@ class Terminal:
         return self._written.rfind(b"\x1b[?25l") > self._written.rfind(b"\x1b[?25h")
 
     def wait(self) -> int:
-        """Wait for the end of the command, and return the exit status."""
+        """Wait until the command ends, and return the exit status."""
         status = self.process.wait(timeout=60)
         self._reader.join(timeout=60)
         return status

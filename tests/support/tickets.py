@@ -19,7 +19,9 @@ def ticket_of(
     caller: Caller = ANYONE,
     priority: Priority = Priority.INTERACTIVE,
 ) -> Ticket:
-    """Return the ticket of a call with sequences of these lengths. `ticket.done.cancel()` cancels the call.
+    """Return the ticket of a call. The call has a sequence of each length in `lengths`.
+
+    `ticket.done.cancel()` cancels the call.
 
     The cost of a sequence is its length plus `extra_cost`.
     """

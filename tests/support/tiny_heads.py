@@ -1,6 +1,6 @@
-"""Heads of a tiny bundle. A head computes vectors, weights or logits from hidden states.
+"""Makes heads for a tiny bundle. A head computes vectors, weights or logits from hidden states.
 
-Each head has an ONNX file and a section of the manifest. NumPy computes the expected outputs.
+A head consists of an ONNX file and a section of the manifest. NumPy computes the expected outputs.
 """
 
 import io
@@ -40,9 +40,10 @@ def npy(array: Array) -> bytes:
 
 
 def words(*, special: bool = True) -> Tokenizer:
-    """Return a tokenizer in which each word contains the id. For example, the id of "w7" is 7.
+    """Return a tokenizer in which each word contains the word's id. For example, the id of "w7" is 7.
 
-    If `special` is true, the tokenizer puts BEGIN and END around a text, and END between and after the texts of a pair.
+    If `special` is true, the tokenizer adds special tokens. A text becomes BEGIN, text, END. A pair becomes BEGIN,
+    first text, END, second text, END.
     """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -191,12 +192,12 @@ def expected_logits(rows: Array, labels: int = 1) -> Array:
 
 
 def pair_ids(query: list[int], document: list[int]) -> list[int]:
-    """Return the ids of a pair."""
+    """Return the ids of a pair of texts, with special tokens."""
     return [BEGIN, *query, END, *document, END]
 
 
 def logits_of(sequences: list[list[int]], labels: int = 1) -> Any:
-    """Return the expected logits, (sequences, labels)."""
+    """Return the expected logits, in the shape (sequences, labels)."""
     return np.array([expected_logits(expected_rows(ids), labels) for ids in sequences])
 
 
@@ -206,7 +207,7 @@ def sigmoid(logits: Any) -> Any:
 
 
 def softmax(logits: Any) -> Any:
-    """Return the softmax of each row of logits, (n, labels)."""
+    """Return the softmax of each row of `logits`, in the shape (n, labels)."""
     powers = np.exp(logits)
     return powers / powers.sum(axis=1, keepdims=True)
 
@@ -226,7 +227,7 @@ def scores(**changes: Any) -> manifest_pb2.Scores:
 
 
 def every_kind() -> dict[str, Any]:
-    """Return arguments for `write_bundle`. The bundle has every kind of output, as BGE-M3 does."""
+    """Return arguments for `write_bundle`. With them, the bundle has every kind of output that BGE-M3 has."""
     return {
         "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
         "sparse": sparse(
@@ -239,7 +240,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def every_kind_and_scores() -> dict[str, Any]:
-    """Return the arguments of `every_kind`, with the head of a cross-encoder added."""
+    """Return the arguments from `every_kind`, and add the head of a cross-encoder."""
     kinds = every_kind()
     return kinds | {"files": kinds["files"] | {"scores.onnx": scores_file()}, "scores": scores()}
 

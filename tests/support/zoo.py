@@ -1,8 +1,8 @@
-"""A table of tiny models. Tests compare our vectors of each model with the vectors of the model's own library.
+"""Provides a table of tiny models. Tests compare our vectors of each model with the vectors of the model's own library.
 
 An entry is a directory in the format of sentence-transformers, PyLate, ColBERT, model2vec or BGE-M3. `Zoo` writes the
 directory, exports the directory once for all tests, and computes the library's vectors. An Embedder or a server
-computes our vectors. Models of plain transformers are in `architectures`.
+computes our vectors. The module `architectures` has models in the format of transformers.
 """
 
 import dataclasses
