@@ -125,7 +125,8 @@ def test_the_tooltip_shows_tokens_and_number(opened: OpenPage) -> None:
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
     """Choose a layer and a head with the keyboard. The maps show this layer and this head.
 
-    A click on a cell of the overview selects both a layer and a head. In a dark theme the colours change.
+    A click on a cell of the overview selects both a layer and a head. If the browser changes to a dark theme, the
+    colours of the page change.
     """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)

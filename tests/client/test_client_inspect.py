@@ -1,6 +1,6 @@
 """Tests of the method `inspect` of both clients.
 
-They test requests, results, malformed replies and failures.
+The tests cover requests, results, malformed replies and failures.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Tests of calls with one or many inputs.
 
-They test a single text, errors of single inputs, progress, read-only arrays, tokens and spans.
+The tests cover a single text, errors of single inputs, progress, writable arrays, tokens and spans.
 """
 
 import json
@@ -73,7 +73,7 @@ async def test_arrays_are_writable(caller: Caller, service: FakeEncoder, n: int)
 async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
     """A failed input of a stream has an error at its index.
 
-    The failed inputs are invalid, are refused by the server, or make the model fail.
+    An input fails if the client finds it invalid, if the server refuses it, or if the model fails for it.
     """
     service.max_request_sequences = size
 

@@ -1,6 +1,6 @@
 """Tests of calls with vectors as inputs.
 
-They test how messages contain vectors, how calls are split into messages, and which arrays are refused.
+The tests cover how messages contain vectors, how calls are split into messages, and which arrays are refused.
 """
 
 import sys
