@@ -54,7 +54,7 @@ class Profile:
         sys.setprofile(self._count)
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
-        counts = self.counts  # a copy, because another thread may set self.counts to None
+        counts = self.counts  # read once, because another thread may set self.counts to None
         if event == "call" and counts is not None and frame.f_code.co_filename.startswith(SOURCE):
             counts[frame.f_code] += 1
 

@@ -33,8 +33,8 @@ BUILT = {  # for each image: the Dockerfile, and the flags of the build
     "encserve-export:demo": ("deploy/export.Dockerfile", ["--target", "demo"]),
 }
 STOP_SECONDS = 40
-# Expected values from sentence-transformers with the demo's model. IDS: the token ids of TEXT. NORMS: the norm of each
-# token's hidden state. COSINES: the similarities of SENTENCES.
+# sentence-transformers computed these expected values with the demo's model. IDS has the token ids of TEXT. NORMS has
+# the norm of each token's hidden state. COSINES has the similarities of SENTENCES.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -204,7 +204,7 @@ class Load:
 
 
 def start(engine: Engine, profile: str, services: list[str]) -> None:
-    """Start services, and wait until they are healthy. Do not wait for `export`, which exits after its work."""
+    """Start services, and wait until all of them except `export` are healthy. `export` exits after its work."""
     step(f"docker compose --profile {profile} up: {', '.join(services)}")
     engine.compose(profile, "up", "--detach", "--no-build", *services, timeout=400)
     for service in services:

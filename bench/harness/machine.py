@@ -64,7 +64,7 @@ def describe_machine() -> dict[str, Any]:
     """Describe the CPU, its matrix instructions, the usable CPUs, and the versions of the numerical packages."""
     try:
         text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
+    except OSError:  # /proc exists only on Linux
         text = ""
     fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", text, flags=re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
@@ -98,7 +98,7 @@ def process_tree(pid: int) -> list[int]:
         with suppress(OSError):  # the process has ended
             children.setdefault(int(_stat(path)[1]), []).append(int(path.parent.name))
     found = [pid]
-    for parent in found:  # the list grows during the loop
+    for parent in found:  # the loop appends to this list
         found += children.get(parent, ())
     return found
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # before each run, so that busy-waiting threads, for example OpenMP's, go to sleep
+PAUSE_SECONDS = 0.2  # the pause before each run, in which busy-waiting threads, such as OpenMP's, stop
 QUIET_SHARE = 0.05  # a run is disturbed if other processes use a larger share of the CPUs
 MAX_TRIES = 4  # the largest number of runs of one side in one round
 
@@ -106,7 +106,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # assumes that a repeated run takes the same time
+            self._seconds -= time.monotonic() - began  # counts the time of this run, as an estimate for its repetition
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)

@@ -288,7 +288,7 @@ async def test_a_server_of_another_protocol(caller: Caller) -> None:
 
 
 async def test_a_server_that_answers_is_not_the_cause(service: FakeEncoder) -> None:
-    """A proxy reports UNAVAILABLE, but the server answers a test connection. So the client adds no cause to the error."""
+    """A proxy reports UNAVAILABLE, but a test connection to the server works. So the client adds no cause."""
     for failure in (UNREACHED, Failure(grpc.StatusCode.UNAVAILABLE, "no healthy upstream")):
         assert await asyncio.to_thread(Diagnosis(service.target, None).explain, failure) == failure
 

@@ -126,7 +126,7 @@ def _sorted(arrays: list[Any]) -> list[Any]:
 async def test_many_vectors_go_in_several_messages(
     caller: Caller, service: FakeEncoder, kind: str, is_known: bool
 ) -> None:
-    """The client splits a call by the server's limit on inputs. If the limit becomes smaller, the client splits again."""
+    """The client splits a call by the server's limit on inputs. If the limit gets smaller, the client splits again."""
     client, documents = caller.connect(), _kinds()[kind]
     if not is_known:
         await caller(client.model)

@@ -25,14 +25,14 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Prometheus needs time for a few scrapes. It also needs time to evaluate all rules twice,
-# because some rules read other rules.
+# Prometheus needs time for a few scrapes. Prometheus also needs time to evaluate all rules twice, because some rules
+# read the results of other rules.
 WAIT_SECONDS = 40
 # Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
 WITHOUT_DATA = "encserve_gpu_memory"  # without a GPU, this series does not exist
-# The keys are series that do not exist in these tests. Some exist only while an alert fires, and one exists only with
-# TLS. For each key, the tests look for the value instead. The values are series that always exist.
+# The keys are series that do not exist in these tests. For each key, the tests look for its value instead, which is a
+# series that exists in these tests.
 SUBSTITUTES = {
     f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for device in ("cuda", "auto")
@@ -192,7 +192,7 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
 def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
     """Alerts are soon pending, because the load violates the objectives.
 
-    In the texts of these alerts, Prometheus has replaced all templates by values.
+    In the texts of the pending alerts, Prometheus has replaced all templates by values.
     """
     ends = time.monotonic() + WAIT_SECONDS
     while not (alerts := prometheus.get("alerts")["alerts"]):

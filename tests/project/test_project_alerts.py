@@ -1,7 +1,7 @@
 """Tests of the rules and alerts of Prometheus.
 
-Each alert has a runbook in docs/reference/alerts.md and a promtool test in deploy/prometheus/tests. The rules and the
-dashboards have the same objectives.
+Each alert has a runbook in docs/reference/alerts.md and a promtool test in deploy/prometheus/tests. The tests also
+check that the rules and the dashboards have the same objectives.
 """
 
 import re
