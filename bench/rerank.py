@@ -361,7 +361,7 @@ class Sides:
 
 
 async def query_latencies(target: str, request: bytes, seconds: float) -> list[float]:
-    """Send a request again and again at fixed times, with the key of the other caller. Return the latencies in seconds."""
+    """Send a request at fixed intervals, with the key of the other caller. Return the latencies in seconds."""
     latencies = []
     async with grpc_asking(target, KEYS["query"]) as ask, asyncio.TaskGroup() as group:
 

@@ -102,7 +102,7 @@ class Bench:
         return found
 
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
-        """Run callers that send the next call after each reply. The warm-up lasts until each caller has a reply."""
+        """Run callers that send the next call after each reply. In the warm-up, each caller has time for one call."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
         return call_server(server.target, calls, Load(concurrency=callers, seconds=self.seconds, warmup_seconds=warmup))
 

@@ -1,4 +1,4 @@
-"""Runs the programs of clients/examples/python against real servers, and checks what they print."""
+"""Runs the programs of clients/examples/python against real servers, and checks the output."""
 
 import contextlib
 import os

@@ -381,7 +381,7 @@ def test_tls_and_keys() -> None:
 
 
 def test_the_job_name_is_the_one_of_the_rules() -> None:
-    """The rules in deploy/prometheus/rules select the job name "encserve". The operator takes this name from a pod label."""
+    """The operator takes the job name "encserve" from a pod label. deploy/prometheus/rules has the rules."""
     monitor, rules = REPLICAS["PodMonitor"], REPLICAS["PrometheusRule"]
     labels = REPLICAS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["spec"]["jobLabel"]] == "encserve"

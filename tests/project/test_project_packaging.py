@@ -1,4 +1,4 @@
-"""Builds the distribution, installs each row of the table of extras into an empty environment, and uses the packages."""
+"""Builds the distribution, installs each row of the table of extras in an empty environment, and uses the packages."""
 
 import asyncio
 import json
