@@ -60,7 +60,7 @@ class Bench:
 
     Attributes:
         model_repository: The folder of the models.
-        model: NAME or NAME@VERSION; None means the first model.
+        model: NAME or NAME@VERSION, or None for the first model.
         rounds: The number of measurements of each point.
         seconds: The duration of each measurement.
         seed: The seed for the order of points, and for the times at which calls start.

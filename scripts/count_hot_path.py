@@ -44,7 +44,7 @@ class Profile:
     """Counts the calls of functions under `SOURCE`.
 
     Attributes:
-        counts: The number of calls of each function; None while counting is off.
+        counts: The number of calls of each function, or None while counting is off.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Profile:
 
 
 async def measure(settings: Settings, profile: Profile) -> Counts:
-    """Make several gRPC calls; return the counts of the gRPC call with the fewest function calls."""
+    """Make several gRPC calls. Return the counts of the gRPC call with the fewest function calls."""
     app = App(settings, load_model)
     await app.start()
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)])

@@ -59,7 +59,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def with_quartiles(spread: Mapping[str, float] | None, digits: int = 2) -> str:
-    """Return a median with its quartiles in brackets; "" for None."""
+    """Return a median with its quartiles in brackets, or "" if `spread` is None."""
     if spread is None:
         return ""
     return f"{spread['median']:.{digits}f} [{spread['low']:.{digits}f}–{spread['high']:.{digits}f}]"

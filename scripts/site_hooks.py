@@ -1,7 +1,8 @@
 """Hooks of mkdocs for links to files outside docs/. `mkdocs.yml` names this file.
 
-The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md, CONTRIBUTING.md
-and RATIONALE.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.
+The repository has no public address, so the site cannot link to files of the repository. The site has CHANGELOG.md,
+CONTRIBUTING.md and RATIONALE.md as pages. A link to README.md leads to the start page of the site. A link to any other
+file outside docs/ becomes plain text.
 """
 
 import posixpath

@@ -67,7 +67,7 @@ raise SystemExit("; ".join(wrong) or 0)
 
 
 class Failed(Exception):
-    """A check failed; the message describes the failure."""
+    """A check failed. The message describes the failure."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -77,7 +77,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 def until(condition: Callable[[], bool], description: str, seconds: float) -> None:
-    """Wait until a condition is true; raise Failed after `seconds`."""
+    """Wait until a condition is true. Raise Failed if the condition is not true after `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
         expect(time.monotonic() < ends, f"not true within {seconds:g} s: {description}")
@@ -184,7 +184,7 @@ class Load:
             thread.join(timeout=60)
 
     def more(self, calls: int, seconds: float = 60) -> None:
-        """Wait until `calls` more calls have been answered; raise Failed after `seconds`."""
+        """Wait until `calls` more calls have been answered. Raise Failed if this takes longer than `seconds`."""
         total = self.answered + calls
         until(lambda: self.answered >= total, f"{calls} more replies", seconds)
 
@@ -225,7 +225,7 @@ def restart(engine: Engine, service: str) -> None:
 def check_one_server(engine: Engine, services: list[str]) -> None:
     """Check one server with Prometheus: vectors, confinement, metrics and a restart under load.
 
-    Confinement: the container has no privileges and no tools that an attacker could use.
+    Confinement means that the container has no privileges, and no tools that an attacker could use.
     """
     start(engine, "cpu", services)
     step("check the token ids, norms and cosines of real text")

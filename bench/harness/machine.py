@@ -129,7 +129,7 @@ class OtherWork:
         self._before = self._read()
 
     def share(self) -> float | None:
-        """Return the share since the creation of this object, from 0 to 1; None if the system reports no CPU times."""
+        """Return the share since this object was created, from 0 to 1, or None if the system reports no CPU times."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None

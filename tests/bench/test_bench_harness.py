@@ -323,7 +323,7 @@ async def test_callers_of_peers_count_replies_between_warmup_and_end(monkeypatch
 
 def test_a_percentile_is_interpolated_between_the_bounds_of_a_bucket() -> None:
     before = {0.1: 5.0, 0.2: 5.0, math.inf: 5.0}
-    after = {0.1: 15.0, 0.2: 25.0, math.inf: 25.0}  # 10 values up to 0.1, and 10 between 0.1 and 0.2
+    after = {0.1: 15.0, 0.2: 25.0, math.inf: 25.0}  # the server added 10 values up to 0.1, and 10 from 0.1 to 0.2
     assert percentile_between(before, after, 75) == pytest.approx(0.15)
     assert percentile_between(before, after, 50) == pytest.approx(0.1)
     assert percentile_between({}, {0.1: 0.0, math.inf: 4.0}, 95) == 0.1

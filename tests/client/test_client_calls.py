@@ -474,7 +474,7 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
         asyncio.create_task(caller(client.inspect, [1])),
         asyncio.create_task(caller.all_of(client, [[1]] * 5)),
     ]
-    await until(lambda: len(service.requests) == 7 and service.inspect_requests)  # 1, 3 and 3 messages
+    await until(lambda: len(service.requests) == 7 and service.inspect_requests)  # three calls send 1, 3 and 3 messages
     await caller.close(client)
     for call in calls:
         with pytest.raises(ClientClosedError, match="the client was closed during the call"):

@@ -310,7 +310,7 @@ def test_token_spans() -> None:
 
 
 async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, service: FakeEncoder) -> None:
-    """The client remembers a model. The server then replaces the model with a model with a larger vocabulary."""
+    """The client remembers a model. The server then loads another model, which has a larger vocabulary."""
     service.model_info = pb.ModelInfo(sparse_width=10)
     client = caller.connect()
     await caller(client.embed, ["abc"], kind="sparse")

@@ -101,7 +101,7 @@ def test_a_half_of_a_message_copies_only_its_own_inputs() -> None:
 
 
 def test_messages_are_made_one_at_a_time() -> None:
-    """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
+    """The third input is invalid. `plan_messages` yields the first message, and raises an error only later."""
     limits = Limits(1, 2**31, 2**31, 512)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, limits)
     assert next(messages).indices == [0]

@@ -38,7 +38,7 @@ SUBSTITUTES = {
     for device in ("cuda", "auto")
 } | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # the key exists only with TLS
 FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
-LOAD = [  # after `Load` has made calls of each kind, all these series are above 0
+LOAD = [  # `Load` has made calls of each kind when all these series are above 0
     *(
         ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
         for method, codes in {
@@ -91,7 +91,7 @@ class Load:
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these fill the queue
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these requests fill the queue
                 bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
                 requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")

@@ -74,7 +74,7 @@ print(json.dumps(wrong))
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with PyTorch's wheel, if pip finds the wheel on this machine."""
+    """Return a folder with PyTorch's wheel, or an empty folder if pip does not find the wheel on this machine."""
     folder = tmp_path_factory.mktemp("dist")
     (torch,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     command = [

@@ -95,7 +95,7 @@ def mounts_of(container: Any) -> dict[str, Any]:
 
 
 def test_the_committed_output_is_current() -> None:
-    """deploy/kubernetes/encserve.yaml is the chart's output with the default values; `make manifests` writes it."""
+    """deploy/kubernetes/encserve.yaml is the chart's output with the default values. `make manifests` writes this file."""
     committed = [it for it in yaml.safe_load_all((DEPLOY / "kubernetes/encserve.yaml").read_text()) if it is not None]
     assert {resource["kind"]: resource for resource in committed} == PLAIN
     kustomization = load("kubernetes/kustomization.yaml")
@@ -381,7 +381,7 @@ def test_tls_and_keys() -> None:
 
 
 def test_the_job_name_is_the_one_of_the_rules() -> None:
-    """The operator takes the job name "encserve" from a pod label. deploy/prometheus/rules has the rules."""
+    """The operator takes the job name "encserve" from a pod label. The chart's rules equal deploy/prometheus/rules."""
     monitor, rules = REPLICAS["PodMonitor"], REPLICAS["PrometheusRule"]
     labels = REPLICAS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["spec"]["jobLabel"]] == "encserve"
@@ -440,7 +440,7 @@ def closed(schema: Any) -> Any:
 
 
 def schema_errors(name: str, resource: Any) -> list[str]:
-    """Check a resource with a schema in tests/data; return the errors.
+    """Check a resource with a schema in tests/data. Return the errors.
 
     kserve-serving-runtime.json is the CRD servingruntimes of KServe's commit aaac4e294, without descriptions and unused
     fields. The other schemas are written by hand: for KubeRay 1.7, for monitoring.coreos.com/v1 of the Prometheus

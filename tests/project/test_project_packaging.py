@@ -80,7 +80,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source archive, and from the archive the wheel. Return their folder."""
+    """Build the source archive, and build the wheel from the archive. Return the folder of both files."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
@@ -88,7 +88,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder for an environment. After the test, remove the environment, which may have gigabytes."""
+    """Return a folder for an environment. After the test, remove the environment, because it may take gigabytes."""
     yield tmp_path / "environment"
     shutil.rmtree(tmp_path / "environment", ignore_errors=True)
 
