@@ -91,7 +91,7 @@ class Load:
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these requests fill the queue
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 requests exceed the queue
                 bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
                 requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")

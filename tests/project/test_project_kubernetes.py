@@ -95,7 +95,7 @@ def mounts_of(container: Any) -> dict[str, Any]:
 
 
 def test_the_committed_output_is_current() -> None:
-    """deploy/kubernetes/encserve.yaml is the chart's output with the default values. `make manifests` writes this file."""
+    """`make manifests` writes deploy/kubernetes/encserve.yaml, the chart's output with the default values."""
     committed = [it for it in yaml.safe_load_all((DEPLOY / "kubernetes/encserve.yaml").read_text()) if it is not None]
     assert {resource["kind"]: resource for resource in committed} == PLAIN
     kustomization = load("kubernetes/kustomization.yaml")
