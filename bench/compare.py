@@ -104,7 +104,7 @@ class Sides:
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:
-        """Compute the hidden states of some sequences with `engine`, one sequence at a time. They are the reference."""
+        """Compute the reference hidden states of some sequences with `engine`, one sequence at a time."""
         self._comparison, self._workload, self._stack = comparison, comparison.workload, stack
         self._indices = probe_indices(self._workload.lengths)
         self._probes = [self._workload.sequences[index] for index in self._indices]

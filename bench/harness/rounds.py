@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # the pause before each run, in which busy-waiting threads, such as OpenMP's, stop
+PAUSE_SECONDS = 0.2  # the pause before each run lets busy-waiting threads, such as OpenMP's, go to sleep
 QUIET_SHARE = 0.05  # a run is disturbed if other processes use a larger share of the CPUs
 MAX_TRIES = 4  # the largest number of runs of one side in one round
 

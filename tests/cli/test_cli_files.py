@@ -217,7 +217,7 @@ async def test_the_name_of_an_input_has_no_secret(service: FakeEncoder) -> None:
 
 
 async def test_a_pattern_names_files_in_order(service: FakeEncoder, tmp_path: Path) -> None:
-    """A pattern selects all matching files, sorted by name. If a file has exactly this name, only this file is read."""
+    """A pattern selects all matching files, sorted by name. If the pattern is a file's name, only this file is read."""
     for name in ("b.txt", "a.txt", "[ab].txt"):
         (tmp_path / name).write_text(f"{name}\n")
     for pattern, want in (("?.txt", ["a.txt", "b.txt"]), ("[ab].txt", ["[ab].txt"])):
@@ -317,7 +317,7 @@ async def test_an_unknown_suffix_and_too_many_inputs_to_print(service: FakeEncod
 async def test_files_wait_for_a_full_server(
     service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
 ) -> None:
-    """The server is full. The command retries after the delay that the server asks for, unless --timeout is shorter."""
+    """The server is full. The command retries after the server's delay. If --timeout is shorter, the command fails."""
     pushback = "40000" if timeout else "10"
     full = 3
 

@@ -622,7 +622,7 @@ class Exits:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callable[..., Result], number: int) -> None:
-    """The signal stays ignored. For example, a shell script starts `encserve … &` with SIGINT ignored."""
+    """A shell script starts `encserve … &` with SIGINT ignored. The job keeps ignoring SIGINT, and does not end."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         result = run_words(Words(lambda _: press_ctrl_c(number)))

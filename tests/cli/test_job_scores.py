@@ -93,7 +93,7 @@ async def test_a_second_run_makes_missing_parts_only(service: FakeEncoder, folde
     requests = len(service.score_requests)
     result = await encserve(service, *command)
     assert "25 rows in 3 parts, 2 of them made before" in result.stdout
-    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # the first pair checks the options
+    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # the job sends 1 pair as a check
     assert table_of(folder)["score"].to_pylist() == SCORES
     for flags, problem in (
         (["--columns", "d,q"], "column is 'q'; the job has 'd'; query_column is 'd'; the job has 'q'"),

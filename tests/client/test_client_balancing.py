@@ -129,7 +129,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call runs meanwhile, so the client must connect to `again` by itself
+        await stop(other)  # no call runs until `other` has stopped, so the client must connect to `again` itself
         await call_until(client, lambda: answered(again) > 20)
 
 

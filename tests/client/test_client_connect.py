@@ -339,12 +339,12 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
     assert logged[1] != ""
 
 
-# Tests with several processes.
+# Tests of pickling.
 
 
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_a_client_cannot_be_pickled(client: Any) -> None:
-    """Ray and multiprocessing pickle the objects that a function uses. A client refuses, and its error has advice."""
+    """Ray and multiprocessing pickle the objects that a function uses. The error says what to do instead."""
     text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a new client in the function"
     for settings in ({}, {"tls": Tls()}):
         with pytest.raises(TypeError, match=text):
