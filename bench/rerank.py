@@ -415,7 +415,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     model = options.model
     if options.make_model:
         make_model(options.checkpoint, options.model_repository)
-        model = model or MADE_MODEL  # the repository may have other models
+        model = model or MADE_MODEL  # without --model, measure the model that was just made
     bundle = read_newest(options.model_repository, model)
     calls, workload = make_calls(bundle, options.calls, options.documents, options.seed)
     comparison = Comparison(options, bundle, workload)

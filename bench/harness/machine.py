@@ -121,7 +121,7 @@ def _stat(path: Path) -> list[str]:
 class OtherWork:
     """Measures the share of CPU time that processes outside this process tree use. The times come from /proc/stat.
 
-    The load average does not show this share, because it includes the benchmark itself.
+    The load average does not show this share, because the load average includes the benchmark itself.
     """
 
     def __init__(self) -> None:

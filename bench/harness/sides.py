@@ -20,7 +20,7 @@ from harness.load import SINGLE_SEQUENCES
 from harness.rounds import Measurement, Side, best_rates
 from harness.workload import TokenIds, Workload, sorted_batches, windows
 
-# A budget is the largest number of padded tokens in a batch. A sweep measures all these budgets.
+# A budget is the largest number of padded tokens in a batch. A sweep measures the speed with each of these budgets.
 BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)
 SWEEP_ROUNDS = 2
 WINDOW = 64  # the number of sequences in a batch of the naive batcher and of PyTorch

@@ -151,7 +151,7 @@ def _paragraphs(comment: str) -> str:
 
 
 def _with_blank_lines(lines: list[str]) -> Iterator[str]:
-    """Yield the lines. Yield a blank line before a list, and indent the later lines of its items."""
+    """Yield the lines. Yield a blank line before a list, and indent the lines of a list item after the first."""
     in_list = False
     for before, line in zip(["", *lines], lines, strict=False):
         if line.startswith("- "):

@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ensure_environment(peer: str, *_: object) -> Path:
-    """Run sentence-transformers in this environment. The other peers are too large to install for a test."""
+    """Run sentence-transformers in this environment. Triton and infinity are too large to install for a test."""
     if peer != SENTENCES:
         raise programs.PeerUnavailable(peer, "is not installed for this test")
     return Path(sys.executable).parent

@@ -433,7 +433,7 @@ def test_version() -> None:
 
 @pytest.mark.system
 def test_help_is_quick() -> None:
-    """The help of a command imports no slow package. A command imports such packages when it runs."""
+    """The help of a command imports no slow package. A command imports slow packages only when the command runs."""
     slow = "{'numpy', 'grpc', 'google', 'pyarrow', 'rich', 'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
     code = f"""
 import sys

@@ -43,7 +43,7 @@ def test_norms_and_cosines() -> None:
     assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
     cosines = numbers.cosine_similarity(states)
     np.testing.assert_allclose(cosines, [[[1, 0, -1, 0], [0, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 0]]], atol=1e-15)
-    # The four vectors make six pairs. The cosine of one pair is -1, and the cosines of the others are 0.
+    # The four vectors make six pairs. The cosine of one pair is -1, and the cosines of the other pairs are 0.
     np.testing.assert_allclose(numbers.mean_similarity(cosines), [-1 / 6])
     assert numbers.mean_similarity(np.ones((2, 1, 1))).tolist() == [1, 1]
 

@@ -30,8 +30,8 @@ from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.types import Block, Part, Shard, Work
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-# str.splitlines splits at some of these characters, but they do not end a line of an input file. The texts contain no
-# LF and no CR.
+# str.splitlines splits a text at some of these characters, but none of these characters ends a line of an input file.
+# The texts contain no LF and no CR.
 TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.characters(codec="utf-8"))).map(
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )

@@ -323,7 +323,7 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 
 
 def test_too_large_messages_are_halved() -> None:
-    """The server refuses messages of more than 3 inputs, although its reply to GetModel has no such limit.
+    """The server refuses messages of more than 3 inputs, although its reply to GetModel has no limit of inputs.
 
     The client sends each refused message again in two halves. The next call fetches the limits again.
     """
@@ -407,7 +407,7 @@ def refusing(bad: set[int]) -> Encode:
 def test_run_returns_rows_or_an_error_for_each_input(
     n_inputs: int, refused: set[int], invalid: set[int], size: int
 ) -> None:
-    """Exactly the refused inputs have errors. The rows equal the rows of a call without the refused inputs."""
+    """Only the refused inputs have errors. The other rows equal the rows of a call without the refused inputs."""
     inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
     failed = {i for i in range(n_inputs) if i in refused | invalid}
     counts: list[tuple[int, int | None]] = []

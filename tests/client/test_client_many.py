@@ -104,7 +104,7 @@ async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: 
 
 
 async def test_all_refused_inputs_of_a_message_are_known_after_one_reply(caller: Caller, service: FakeEncoder) -> None:
-    """The server names all refused inputs in a trailer. The client sends the other inputs once more."""
+    """The server names all refused inputs in a trailer. The client sends the other inputs of the message once more."""
 
     async def name_all(request: pb.EncodeRequest) -> None:
         errors = [

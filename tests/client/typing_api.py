@@ -1,4 +1,4 @@
-"""Checks of the types in the client's API. mypy must infer these types. The file is never run."""
+"""Checks the types in the client's API. mypy must infer the types that this file asserts. No test runs the file."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping

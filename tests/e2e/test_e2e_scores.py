@@ -18,7 +18,7 @@ from encserve_export import Target, export_hf
 # The tests on OpenVINO use a model with token types, a model without token types, and a model that pools the last
 # token.
 ON_OPENVINO = ("bert-6", "roberta", "qwen3-yes-no")
-# These models have no labels, so they return no scores: dense, late-interaction and sparse models.
+# These models have no labels, so `rank` compares their vectors: dense, late-interaction and sparse models.
 VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
 DOCUMENTS = ["a cat sat", "warm mat", "this we like", "the cat on the mat", "passage : the cat"]
 

@@ -109,7 +109,7 @@ def test_ray_cluster(tmp_path: Path) -> None:
 
 
 def test_the_server_behind_a_proxy(tmp_path: Path) -> None:
-    """The server takes the caller's name from the proxy's header, and from no other caller's header."""
+    """The server takes the caller's name from a header of the proxy, and ignores this header from other callers."""
     write_bundle(tmp_path / "models", tokenizer=words())
     keys = {"proxy": "key-of-the-proxy", "search": "key-of-search"}
     entry = '[[caller]]\nname = "{}"\nkey_sha256 = ["{}"]\nproxy = {}\n'

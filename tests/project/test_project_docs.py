@@ -50,7 +50,7 @@ def slugs(text: str) -> set[str]:
 
 
 def table_of(*head: str) -> dict[str, list[str]]:
-    """Return the rows of the one table whose head begins with these cells. The key of a row is the first cell."""
+    """Return the rows of the only table with the head cells `head`. The key of a row is the row's first cell."""
     found = [
         text.split(f"| {' | '.join(head)} |", 1)[1] for text in PAGES.values() if f"| {' | '.join(head)} |" in text
     ]
