@@ -39,7 +39,7 @@ def environment(target: str = "") -> dict[str, str]:
 
 
 def printed(folder: Path, target: str, *command: str | Path) -> list[str]:
-    """Run Python in `folder` with the arguments `command`. Return the lines of stdout, and check that stderr is empty."""
+    """Run Python in `folder` with the arguments `command`. Return the lines of stdout. Check that stderr is empty."""
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment(target), capture_output=True, text=True, check=False
     )
