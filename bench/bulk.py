@@ -54,7 +54,7 @@ from encserve_server.outputs.rows import pool
 from encserve_server.system.cpus import usable_cpus
 
 JOB, SENTENCES = "job", "sentence-transformers"
-BFLOAT16 = "-bfloat16"  # suffix of the names of the sides in bfloat16
+BFLOAT16 = "-bfloat16"  # the names of sides in bfloat16 end with this suffix
 # The lowest allowed ratio (job's tokens/s) / (other side's tokens/s), for each precision and each other side.
 BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
@@ -171,7 +171,7 @@ class Sides:
         best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
         run_batches(
             engine, sorted_batches(self._workload.sequences, best)
-        )  # warm-up for batch shapes that the sweep does not have
+        )  # the warm-up runs batch shapes that the sweep did not run
         vectors = [self._vector(engine, index) for index in self._indices]
         self._reference = self._reference or vectors
         label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"

@@ -38,7 +38,7 @@ PACKAGES = ("proto/src", "clients/python/src")
 
 
 async def serve(width: int, started: Connection) -> None:
-    """Serve a model with pooled vectors of `width` zeros, and send the port."""
+    """Serve a model with pooled vectors of `width` zeros, and send the port through `started`."""
 
     @cache
     def response(n_inputs: int) -> bytes:
@@ -79,13 +79,13 @@ async def serve(width: int, started: Connection) -> None:
 
 
 def run_server(width: int, started: Connection) -> None:
-    """Run the server in a process."""
+    """Run the server until the process ends. A new process runs this function."""
     asyncio.run(serve(width, started))
 
 
 @contextmanager
 def server_process(width: int) -> Iterator[str]:
-    """Run the server, and return its address."""
+    """Run the server in a process until the end of the `with` block. Yield the server's address."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=run_server, args=(width, theirs), daemon=True)
     process.start()
@@ -186,7 +186,7 @@ class Worker:
 
     def seconds(self, method: str, *, cpu: bool) -> float:
         """Run a method. Return the elapsed seconds, or the CPU seconds if `cpu` is true."""
-        assert self._process.stdin is not None  # noqa: S101 - both are pipes
+        assert self._process.stdin is not None  # noqa: S101 - stdin and stdout are pipes
         assert self._process.stdout is not None  # noqa: S101
         self._process.stdin.write(f"{method}\n")
         self._process.stdin.flush()

@@ -98,13 +98,13 @@ class Sides:
     """All sides except the ceiling. The sides' hidden states are compared with ONNX Runtime's hidden states.
 
     Attributes:
-        sides: The sides.
+        sides: The sides that are added so far.
         agreement: For each program, the largest difference and the lowest cosine between the program's hidden states
             and ONNX Runtime's hidden states.
     """
 
     def __init__(self, comparison: Comparison, engine: OnnxEngine, stack: ExitStack) -> None:
-        """Compute the reference hidden states, (seq, d_model) each. `engine` runs one sequence at a time."""
+        """Compute the reference hidden states of some sequences with `engine`, one sequence at a time."""
         self._comparison, self._workload, self._stack = comparison, comparison.workload, stack
         self._indices = probe_indices(self._workload.lengths)
         self._probes = [self._workload.sequences[index] for index in self._indices]
@@ -126,7 +126,7 @@ class Sides:
         self.sides += sides
 
     def add_servers(self, best_budget: int) -> None:
-        """Add the sides that call this checkout's server. With --against, add the same sides for the other server."""
+        """Add the sides that call this checkout's server. With --against, also call the other checkout's server."""
         options, bundle = self._comparison.options, self._comparison.bundle
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
         # Both servers get the same batch size, so that the servers differ only in their code.

@@ -107,7 +107,7 @@ def _memory_mb(field: str) -> float:
 
 
 def measure_export(route: str, precision: str, source: Path) -> tuple[float, float]:
-    """Export in a new process; return the CPU seconds and the measured memory in MB of 10⁶ bytes."""
+    """Export in a new process. Return the CPU seconds, and the measured memory in MB. An MB is 10⁶ bytes."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the new processes
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=source) as models, ProcessPoolExecutor(1, mp_context=spawn) as process:
@@ -119,7 +119,7 @@ def measure_size(
 ) -> tuple[float, list[dict[str, str | float]]]:
     """Measure the exports of one size, and print a table.
 
-    Return the MB of the float32 weights, and an entry for each export.
+    Return the size of the float32 weights in MB, and the figures of each export.
     """
     found: list[dict[str, str | float]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -74,13 +74,13 @@ SHAPE = {
 MADE_MODEL = "cross-encoder"
 CALLERS = 16
 QUERY_TOKENS = 8
-PAIR_SPECIAL, TEXT_SPECIAL = 3, 2  # the special tokens of a pair and of a text
+PAIR_SPECIAL, TEXT_SPECIAL = 3, 2  # the number of special tokens in a pair, and in a text
 SWEEP_PAIRS = 600
 BATCH_SIZES = (8, 16, 32, 64, 128)
 MOST_ERROR = 1e-4  # the largest allowed difference of a score from sentence-transformers, relative for scores above 1
 TIMEOUT_SECONDS = 600.0
-# A query of another caller may wait for two batches of the 16 callers. So the load may increase the p99 of the query's
-# latency by at most QUERY_BATCHES times the p95 of the computing time of a batch.
+# While the 16 callers send calls, a query of another caller may wait for two batches. So the p99 latency of the query
+# may increase by at most QUERY_BATCHES times the p95 computing time of a batch.
 QUERY_BATCHES, QUERY_EVERY_SECONDS, SETTLE_SECONDS = 2.0, 0.25, 3.0
 KEYS = {"rerank": "key-of-the-16-callers", "query": "key-of-the-other-caller"}
 
@@ -361,7 +361,7 @@ class Sides:
 
 
 async def query_latencies(target: str, request: bytes, seconds: float) -> list[float]:
-    """Send a request at fixed times as another caller. Return the latencies in seconds."""
+    """Send a request at fixed intervals, with the key of the other caller. Return the latencies in seconds."""
     latencies = []
     async with grpc_asking(target, KEYS["query"]) as ask, asyncio.TaskGroup() as group:
 
@@ -379,7 +379,7 @@ async def query_latencies(target: str, request: bytes, seconds: float) -> list[f
 
 
 async def measure_query(server: RealServer, calls: Sequence[RankCall], seconds: float) -> dict[str, float]:
-    """Measure a query of another caller, without and with the load of the 16 callers. Return the figures in seconds."""
+    """Measure the latency of another caller's query in seconds, first alone, then while the 16 callers call."""
     request = RankCall(calls[0].query, calls[0].documents[:1]).to_proto()
     alone = await query_latencies(server.target, request, seconds)
     read = partial(histogram, server.metrics_port, "encserve_stage_seconds", stage="compute")
@@ -415,7 +415,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     model = options.model
     if options.make_model:
         make_model(options.checkpoint, options.model_repository)
-        model = model or MADE_MODEL  # the repository may have other models
+        model = model or MADE_MODEL  # without --model, measure the model that was just made
     bundle = read_newest(options.model_repository, model)
     calls, workload = make_calls(bundle, options.calls, options.documents, options.seed)
     comparison = Comparison(options, bundle, workload)
@@ -446,7 +446,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def rank_targets(found: Found, query: dict[str, float]) -> list[Target]:
-    """Return the targets of the sides that ran, and the target of the other caller's query."""
+    """Return the targets of the sides that ran, and the target for the latency of the other caller's query."""
     targets = [
         target
         for side in (GRPC, HTTP)

@@ -43,14 +43,14 @@ from encserve_server.system.cpus import usable_cpus
 SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256)  # 256 is the limit of the demo's model
 BATCH_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 CALLER_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # 1 is the rate of 64 callers in the same round
+LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # 1 means the calls/s of 64 callers in the same round
 OVERLOAD = 3.0
 SEQUENCES_PER_CALL, CALL_TOKENS = (1, 4, 16, 64), 20
 MEMORY_REQUESTS = (20_000, 200_000)
 PAUSE_SECONDS = 0.3
 TAIL_SECONDS = 10.0  # the least duration of a p99 measurement, because a p99 needs some hundred calls
-# The tokens of a call, and the lowest speed of a server. In the warm-up, a caller's first call may wait for the first
-# calls of all other callers. These two numbers give the longest such wait.
+# The mean tokens of a call, and the lowest expected tokens/s of a server. In the warm-up, a caller's first call may
+# wait for the first calls of all other callers. The warm-up's duration is computed from these two numbers.
 MEAN_TOKENS, LEAST_TOKENS_PER_SECOND = 43, 2000
 
 
@@ -60,7 +60,7 @@ class Bench:
 
     Attributes:
         model_repository: The folder of the models.
-        model: NAME or NAME@VERSION; None means the first model.
+        model: NAME or NAME@VERSION, or None for the first model.
         rounds: The number of measurements of each point.
         seconds: The duration of each measurement.
         seed: The seed for the order of points, and for the times at which calls start.
@@ -74,7 +74,7 @@ class Bench:
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set the seed of the random order."""
+        """Create the generator of the random order from the seed."""
         self._random = random.Random(self.seed)
 
     @contextmanager
@@ -102,7 +102,7 @@ class Bench:
         return found
 
     def closed(self, server: RealServer, calls: Sequence[Call], callers: int) -> LoadResult:
-        """Run callers that send the next call after each reply. During the warm-up, each caller gets a reply."""
+        """Run callers that send the next call after each reply. In the warm-up, each caller has time for one call."""
         warmup = max(1.0, 1.2 * callers * MEAN_TOKENS / LEAST_TOKENS_PER_SECOND)
         return call_server(server.target, calls, Load(concurrency=callers, seconds=self.seconds, warmup_seconds=warmup))
 
@@ -298,7 +298,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "front_end": front_end,
     "memory": memory,
 }
-LONG = ("memory",)  # takes 20 minutes with 2 CPUs, so this part runs only with --only memory
+LONG = ("memory",)  # the part takes 20 minutes on 2 CPUs, so it runs only with --only memory
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -40,14 +40,14 @@ _FORMS = {re.compile(pattern, re.I): advice for pattern, advice in FORMS.items()
 _SHORTEST = 5
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
-# Code, and names in italics such as the title of a diagram. They count as one word.
+# Inline code, or a name in italics such as the title of a diagram, counts as one word.
 _NAME = re.compile(r"``.+?``|`[^`]+`|(?<![*\w])\*(?![*\s])[^*]+(?<!\s)\*(?![*\w])")
-# Code and numbers in a list, which count as one word too.
+# A list of inline codes or numbers also counts as one word.
 _LIST = re.compile(r"(?:`…`|\d[\d.,]*)(?:,? (?:(?:and|or) )?(?:`…`|\d[\d.]*),?)+")
 _LINK = re.compile(r"!?\[([^][]*)\]\([^)]*\)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"')*_]*\s+")
 _WORD = re.compile(r"[^\W_]|`")
-# A line that begins a new text: a list item, a heading, a row of a table, or an entry of a docstring such as `Args`.
+# These lines begin a new text: a list item, a heading, a row of a table, or an entry of a docstring such as `Args`.
 _BEGIN = re.compile(r"\s*(?:[-*+] |\d+\. |#|\||>|\w+:$|\*{0,2}[\w.]+(?: \(.*\))?: )")
 _FENCE = ("```", "~~~")
 _CODE_INDENT = " " * 4
@@ -112,7 +112,7 @@ def prose(path: Path) -> Iterator[Prose]:
 
 
 def _texts_of_code(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield docstrings, helps of options and texts of raised errors, each with its first line."""
+    """Yield docstrings, help texts of options and texts of raised errors, each with the number of its first line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.replace("\n" + " " * node.col_offset, "\n")

@@ -42,7 +42,7 @@ class Engine:
 
     @staticmethod
     def find() -> "Engine | None":
-        """Find docker with compose, or else podman with podman-compose; return None if neither works."""
+        """Find docker with compose, or else podman with podman-compose. If no engine works, return None."""
         for name, composes in (
             ("docker", [["docker", "compose"], ["docker-compose"]]),
             ("podman", [["podman-compose"]]),
@@ -67,7 +67,7 @@ class Engine:
         return self._run([self.command, *map(str, arguments)], timeout, check)
 
     def compose(self, profile: str, *arguments: str, timeout: float = 300) -> str:
-        """Run a compose command with a profile; return the command's stdout."""
+        """Run a compose command with a profile. Return the command's stdout."""
         return self._run([*self._compose, "--profile", profile, *arguments], timeout, check=True).stdout
 
     def _run(self, command: list[str], timeout: float, check: bool) -> "subprocess.CompletedProcess[str]":
@@ -85,7 +85,7 @@ class Engine:
         return done
 
     def has(self, image: str) -> bool:
-        """Pull an image if needed; return whether this machine now has the image."""
+        """Pull an image if this machine does not have the image. Return whether the machine now has the image."""
         if self.run("image", "inspect", image, check=False).returncode == 0:
             return True
         try:

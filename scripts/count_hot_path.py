@@ -44,7 +44,7 @@ class Profile:
     """Counts the calls of functions under `SOURCE`.
 
     Attributes:
-        counts: The number of calls of each function; None while counting is off.
+        counts: The number of calls of each function, or None while counting is off.
     """
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Profile:
         sys.setprofile(self._count)
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
-        counts = self.counts  # a copy, because another thread may set self.counts to None
+        counts = self.counts  # read once, because another thread may set self.counts to None
         if event == "call" and counts is not None and frame.f_code.co_filename.startswith(SOURCE):
             counts[frame.f_code] += 1
 
 
 async def measure(settings: Settings, profile: Profile) -> Counts:
-    """Make several gRPC calls; return the counts of the gRPC call with the fewest function calls."""
+    """Make several gRPC calls. Return the counts of the gRPC call with the fewest function calls."""
     app = App(settings, load_model)
     await app.start()
     options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)])

@@ -55,7 +55,7 @@ def server(model: str) -> Iterator[tuple[int, int]]:
             yield serving["grpc_port"], serving["metrics_port"]
         finally:
             process.send_signal(signal.SIGTERM)
-            process.stderr.read()  # makes room in the pipe for the server's last log lines
+            process.stderr.read()  # empties the pipe, because a full pipe would block the server's last log lines
             status = process.wait(timeout=60)
     console.print(f"The server got SIGTERM, finished its work and ended with exit status {status}.")
     if status:
@@ -64,7 +64,7 @@ def server(model: str) -> Iterator[tuple[int, int]]:
 
 def _shown(line: str) -> dict[str, Any]:
     """Return a line of the server's log as an object. Print errors, and the stages of the first start."""
-    if not line.startswith("{"):  # an error from before the start of the JSON log
+    if not line.startswith("{"):  # an error before the server starts its JSON log
         console.print(line.rstrip(), markup=False)
         return {}
     parsed: dict[str, Any] = json.loads(line)

@@ -24,7 +24,7 @@ _CHART = {
     "sentence-transformers": "sentence-transformers",
     "infinity": "infinity",
 }
-_OURS = "encserve-64"  # 64 callers with one sequence each, a vector for each token
+_OURS = "encserve-64"  # the side with 64 callers, one sequence a call, and a vector for each token
 _CALLERS = (1, 4, 16, 64, 256, 1024)
 _LOADS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9)
 _ROUTES = {
@@ -59,7 +59,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def with_quartiles(spread: Mapping[str, float] | None, digits: int = 2) -> str:
-    """Return a median with its quartiles in brackets; "" for None."""
+    """Return a median with its quartiles in brackets, or "" if `spread` is None."""
     if spread is None:
         return ""
     return f"{spread['median']:.{digits}f} [{spread['low']:.{digits}f}–{spread['high']:.{digits}f}]"
@@ -117,9 +117,9 @@ def peers(report: Report) -> str:
 
 
 def rerank(report: Report) -> str:
-    """Return the table of the comparison of cross-encoders, and sentences about one more caller.
+    """Return the table that compares cross-encoders, and sentences about the latency of another caller.
 
-    This caller ranks one document, first alone, and then during the load of the 16 callers.
+    The other caller ranks one document, first alone, and then while the 16 callers also rank.
     """
     text = sides(report, "encserve-grpc", "encserve over gRPC")
     if query := report["query_seconds"]:
@@ -177,7 +177,7 @@ def _medians(points: Sequence[Report], by: str, value: str) -> dict[Any, float]:
 
 
 def _shown(field: str, number: float) -> str:
-    """Return a figure of bench/scaling.py in the unit of its row."""
+    """Return a figure of bench/scaling.py in the unit that its row of the table has."""
     if field.endswith("_seconds"):
         return milliseconds(number)
     return f"{1000 * number:.2f}" if field.endswith("_seconds_per_call") else f"{number:,.0f}"
@@ -215,7 +215,7 @@ def load(report: Report) -> str:
 
 
 def calls(report: Report) -> str:
-    """Return the table of calls/s of a server that runs no model."""
+    """Return the table of the calls/s that a server without a model reaches."""
     rows = {
         "calls/s": "calls_per_second",
         "sequences/s": "sequences_per_second",
@@ -231,7 +231,7 @@ def memory(report: Report) -> str:
 
 
 def client(report: Report) -> str:
-    """Return the table of the Python client's texts a second."""
+    """Return the table of how many texts a second the Python client sends."""
     found = [it for it in report["methods"] if it["checkout"] == "here"]
     rates = [f"{median(it['texts_per_second']):,.0f}" for it in found]
     text = table(["", *(it["method"] for it in found)], [["texts/s", *rates]])
@@ -253,7 +253,7 @@ def exports(report: Report) -> str:
 
 
 def bulk(report: Report) -> str:
-    """Return the table of a job over files. The other sides are the ceiling and sentence-transformers."""
+    """Return the table that compares a job over files with the ceiling and with sentence-transformers."""
     return sides(report, "job", "the job in float32")
 
 
@@ -280,7 +280,7 @@ def pages() -> list[Path]:
 
 
 def text_of(page: str, measurements: Path = MEASUREMENTS) -> str:
-    """Return a page's text with the figures of a folder of measurements."""
+    """Return a page's text. Take the figures from the reports in the folder `measurements`."""
 
     def replace(found: re.Match[str]) -> str:
         part = PARTS[found["name"]]

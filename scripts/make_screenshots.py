@@ -21,7 +21,7 @@ from browser import OpenPage, chromium, find_chromium  # noqa: E402
 from real_server import real_server  # noqa: E402
 
 COMMAND = Path(sys.executable).parent / "encserve"
-# For each width of the window in pixels, the last section in the picture.
+# The keys are widths of the window in pixels. The values are the last sections in the pictures.
 LAST_SECTIONS = {1400: "similarity", 390: "attention"}
 MAX_BYTES = 300_000  # the largest allowed size of a picture
 MARGIN = 16  # the number of pixels below the last section

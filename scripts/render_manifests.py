@@ -12,7 +12,7 @@ OUTPUT = ROOT / "deploy/kubernetes/encserve.yaml"
 
 
 class ChartError(Exception):
-    """The chart refuses the values; the text names the value."""
+    """The chart refuses the given values. The text of the error names the wrong value."""
 
 
 def render(values: Mapping[str, Any], name: str = "encserve", namespace: str = "encserve") -> str:

@@ -1,7 +1,8 @@
 """Hooks of mkdocs for links to files outside docs/. `mkdocs.yml` names this file.
 
-The repository has no public address, so the site cannot link to its files. The site has CHANGELOG.md, CONTRIBUTING.md
-and RATIONALE.md as pages, and the start page in place of README.md. A link to any other file becomes plain text.
+The repository has no public address, so the site cannot link to files of the repository. The site has CHANGELOG.md,
+CONTRIBUTING.md and RATIONALE.md as pages. A link to README.md leads to the start page of the site. A link to any other
+file outside docs/ becomes plain text.
 """
 
 import posixpath
@@ -12,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-# Files of the repository, and their pages in the site.
+# The keys are files of the repository outside docs/, and the values are their pages in the site.
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "project/CHANGELOG.md",
@@ -20,7 +21,7 @@ PAGES = {
     "RATIONALE.md": "project/RATIONALE.md",
 }
 _SOURCES = {page: name for name, page in PAGES.items() if name != "README.md"}
-# Code is matched too, so that no link is found inside code.
+# The pattern also matches code, so that `sub` finds no link inside code.
 _CODE_OR_LINK = re.compile(
     r"^ *```.*?^ *```|`[^`\n]+`|(?<!!)\[(?P<text>[^][]*)\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)", re.M | re.S
 )
@@ -43,7 +44,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, file
 
 
 def _in_site(found: re.Match[str], page: str) -> str:
-    """Return a link for the site. If the site does not have the file, return only the link's text. Keep code."""
+    """Return a link for the site, or only the link's text if the site lacks the file. Return code unchanged."""
     if found["path"] is None:
         return found[0]
     source = _SOURCES.get(page, f"docs/{page}")  # the path of the Markdown file in the repository

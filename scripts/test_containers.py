@@ -33,8 +33,8 @@ BUILT = {  # for each image: the Dockerfile, and the flags of the build
     "encserve-export:demo": ("deploy/export.Dockerfile", ["--target", "demo"]),
 }
 STOP_SECONDS = 40
-# Expected values from sentence-transformers with the demo's model. IDS: the token ids of TEXT. NORMS: the norm of each
-# token's hidden state. COSINES: the similarities of SENTENCES.
+# sentence-transformers computed these expected values with the demo's model. IDS has the token ids of TEXT. NORMS has
+# the norm of each token's hidden state. COSINES has the similarities of SENTENCES.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -67,7 +67,7 @@ raise SystemExit("; ".join(wrong) or 0)
 
 
 class Failed(Exception):
-    """A check failed; the message describes the failure."""
+    """A check failed. The message describes the failure."""
 
 
 def expect(condition: bool, message: str) -> None:
@@ -77,7 +77,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 def until(condition: Callable[[], bool], description: str, seconds: float) -> None:
-    """Wait until a condition is true; raise Failed after `seconds`."""
+    """Wait until a condition is true. Raise Failed if the condition is not true after `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
         expect(time.monotonic() < ends, f"not true within {seconds:g} s: {description}")
@@ -184,7 +184,7 @@ class Load:
             thread.join(timeout=60)
 
     def more(self, calls: int, seconds: float = 60) -> None:
-        """Wait until `calls` more calls have been answered; raise Failed after `seconds`."""
+        """Wait until `calls` more calls have been answered. Raise Failed if this takes longer than `seconds`."""
         total = self.answered + calls
         until(lambda: self.answered >= total, f"{calls} more replies", seconds)
 
@@ -204,7 +204,7 @@ class Load:
 
 
 def start(engine: Engine, profile: str, services: list[str]) -> None:
-    """Start services, and wait until they are healthy. Do not wait for `export`, which exits after its work."""
+    """Start services, and wait until all of them except `export` are healthy. `export` exits after its work."""
     step(f"docker compose --profile {profile} up: {', '.join(services)}")
     engine.compose(profile, "up", "--detach", "--no-build", *services, timeout=400)
     for service in services:
@@ -225,7 +225,7 @@ def restart(engine: Engine, service: str) -> None:
 def check_one_server(engine: Engine, services: list[str]) -> None:
     """Check one server with Prometheus: vectors, confinement, metrics and a restart under load.
 
-    Confinement: the container has no privileges and no tools that an attacker could use.
+    Confinement means that the container has no privileges, and no tools that an attacker could use.
     """
     start(engine, "cpu", services)
     step("check the token ids, norms and cosines of real text")

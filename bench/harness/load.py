@@ -18,7 +18,7 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 CALLERS = 64
-# The number of sequences that a single caller sends, one per call. The whole workload would take minutes.
+# A single caller sends only this many sequences, one per call, because the whole workload would take minutes.
 SINGLE_SEQUENCES = 192
 LARGE_CALL_SEQUENCES, LARGE_CALLERS = 256, 4
 TIMEOUT_SECONDS = 120.0
@@ -109,7 +109,7 @@ class Served:
     def _measure(
         self, calls: Sequence[Call], callers: int, *, warmup: bool = True, by_batch: bool = False
     ) -> Measurement:
-        """Run callers that send the next call after each reply. Count the tokens of replies.
+        """Run callers. Each caller sends its next call after the reply to its last call. Count the tokens of replies.
 
         If `by_batch` is true, count the tokens of the server's batches instead.
 

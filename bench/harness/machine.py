@@ -64,7 +64,7 @@ def describe_machine() -> dict[str, Any]:
     """Describe the CPU, its matrix instructions, the usable CPUs, and the versions of the numerical packages."""
     try:
         text = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
+    except OSError:  # /proc exists only on Linux
         text = ""
     fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", text, flags=re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
@@ -98,7 +98,7 @@ def process_tree(pid: int) -> list[int]:
         with suppress(OSError):  # the process has ended
             children.setdefault(int(_stat(path)[1]), []).append(int(path.parent.name))
     found = [pid]
-    for parent in found:  # the list grows during the loop
+    for parent in found:  # the loop appends to this list
         found += children.get(parent, ())
     return found
 
@@ -121,7 +121,7 @@ def _stat(path: Path) -> list[str]:
 class OtherWork:
     """Measures the share of CPU time that processes outside this process tree use. The times come from /proc/stat.
 
-    The load average does not show this share, because it includes the benchmark itself.
+    The load average does not show this share, because the load average includes the benchmark itself.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class OtherWork:
         self._before = self._read()
 
     def share(self) -> float | None:
-        """Return the share since the creation of this object, from 0 to 1; None if the system reports no CPU times."""
+        """Return the share since this object was created, from 0 to 1, or None if the system reports no CPU times."""
         before, now = self._before, self._read()
         if before is None or now is None:
             return None

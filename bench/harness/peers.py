@@ -19,8 +19,8 @@ from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
-DEFAULT = "-as-it-comes"  # suffix of the name of a side in the peer's default setting
-# The kinds of results. ROWS: an array (seq, d_model) per sequence. VECTORS: an array (1, d_model) per sequence.
+DEFAULT = "-as-it-comes"  # the names of sides in the peer's default setting end with this suffix
+# The kinds of a peer's results. ROWS means an array (seq, d_model) per sequence, and VECTORS an array (1, d_model).
 ROWS, VECTORS = "rows", "vectors"
 
 

@@ -125,7 +125,7 @@ class Program:
         return PeerUnavailable(self.peer, f"{reason}; its log ends:\n{log}")
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Wait for the next answer, a line of JSON on standard output.
+        """Wait for the next answer. An answer is a line of JSON on the program's standard output.
 
         Raises:
             PeerUnavailable: The process ended, or does not answer in time.
@@ -142,7 +142,7 @@ class Program:
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a question, and wait for the answer. bench/peer_environments/lines.py defines the format."""
+        """Send a question, and wait for the answer. bench/peer_environments/lines.py defines the format of both."""
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")

@@ -17,7 +17,7 @@ QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
 NOISY_LOAD = 0.5  # warn if the load average before the run is higher
 NOISY_CEILING = 0.10  # warn if (upper quartile - lower quartile) / median is larger
 LONG_TOKENS = 64
-AGAINST = "-against"  # suffix of the name of a side that calls another checkout's server
+AGAINST = "-against"  # the names of sides that call another checkout's server end with this suffix
 
 Found = Mapping[str, Sequence[Measurement]]  # name of the side → the measurements of all rounds
 Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # row of the table → column → median and quartiles
@@ -43,7 +43,7 @@ class Target:
 def ratio_target(found: Found, side: str, base: str, text: str, bound: float) -> list[Target]:
     """Return the target "the side has at least `bound` times the tokens/s of the base side".
 
-    If one of the two sides did not run, return an empty list.
+    Return an empty list if one of the two sides did not run.
     """
     if not (found.get(side) and found.get(base)):
         return []
@@ -94,7 +94,7 @@ def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
 
 
 def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> Ratios:
-    """Return ratios of tokens/s: a row for each base, a column for each side."""
+    """Return the ratio of each side's tokens/s to each base's tokens/s. A row is a base, and a column is a side."""
     return {base: {side: _ratio(found, side, base) for side in sides} for base in bases}
 
 

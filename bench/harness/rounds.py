@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-PAUSE_SECONDS = 0.2  # before each run, so that busy-waiting threads, for example OpenMP's, go to sleep
+PAUSE_SECONDS = 0.2  # the pause before each run lets busy-waiting threads, such as OpenMP's, go to sleep
 QUIET_SHARE = 0.05  # a run is disturbed if other processes use a larger share of the CPUs
 MAX_TRIES = 4  # the largest number of runs of one side in one round
 
@@ -27,8 +27,9 @@ class Measurement:
         tokens: The number of tokens that the model processed, without padding.
         seconds: The duration.
         latencies: (tokens, seconds) of each timed call. tokens is 0 if unknown.
-        server_cpu_ms: The server's CPU time for each sequence, including the model; None if unknown.
-        others: The share of the CPUs that other processes used during the run, from 0 to 1; None if unknown.
+        server_cpu_ms: The server's CPU time for each sequence, including the model, or None if the time is unknown.
+        others: The share of the CPUs that other processes used during the run, from 0 to 1, or None if the
+            share is unknown.
     """
 
     tokens: int
@@ -43,7 +44,7 @@ class Measurement:
         return self.tokens / self.seconds
 
     def p50_seconds(self, min_tokens: int = 0) -> float | None:
-        """Return the median latency of calls with at least `min_tokens`; None without such calls."""
+        """Return the median latency of calls with at least `min_tokens`, or None if there are no such calls."""
         seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 
@@ -106,7 +107,7 @@ class Patience:
             tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
                 return min(tries, key=lambda run: run.others or 0.0)
-            self._seconds -= time.monotonic() - began  # assumes that a repeated run takes the same time
+            self._seconds -= time.monotonic() - began  # a repeated run takes about the same time
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)

@@ -20,7 +20,7 @@ from harness.load import SINGLE_SEQUENCES
 from harness.rounds import Measurement, Side, best_rates
 from harness.workload import TokenIds, Workload, sorted_batches, windows
 
-# A budget is the largest number of padded tokens in a batch. A sweep measures all these budgets.
+# A budget is the largest number of padded tokens in a batch. A sweep measures the speed with each of these budgets.
 BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)
 SWEEP_ROUNDS = 2
 WINDOW = 64  # the number of sequences in a batch of the naive batcher and of PyTorch
@@ -70,7 +70,7 @@ def bare_side(engine: OnnxEngine, workload: Workload) -> Side:
 def naive_side(engine: OnnxEngine, workload: Workload) -> Side:
     """Return the side that makes batches in order of arrival. Each batch is padded to its longest sequence."""
     batches = windows(workload.sequences, WINDOW)
-    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # the batch that needs the most memory
+    run_batches(engine, [max(batches, key=lambda batch: max(map(len, batch)))])  # the largest batch, as warm-up
     label = f"naive batcher: {WINDOW} in order of arrival, everything padded"
     return Side(NAIVE, label, partial(run_batches, engine, batches))
 
@@ -131,7 +131,7 @@ def padded_graph(model: Any, graph: Graph, path: Path) -> Graph:
 
 
 def torch_sides(model: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[TokenIds], Any]]:
-    """Return the sides that run a transformers model, and a function.
+    """Return the sides that run a transformers model, and a function for comparisons.
 
     The function runs the model on one sequence, and returns the hidden states, (seq, d_model).
     """

@@ -23,7 +23,7 @@ class Workload:
 
     Attributes:
         sequences: The token ids of each sequence, (seq,), including special tokens.
-        texts: The same sequences as texts; empty if the ids are random.
+        texts: The same sequences as texts. The list is empty if the ids are random.
     """
 
     sequences: list[TokenIds]

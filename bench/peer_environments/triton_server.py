@@ -20,7 +20,7 @@ MAX_BATCH = 64
 
 
 def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
-    """Return an instance of the model, a function of ids (batch, seq). encserve uses the same session options."""
+    """Return a function that runs the model on ids (batch, seq). The session options are the same as encserve's."""
     session_options = ort.SessionOptions()
     session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     session_options.intra_op_num_threads = options.threads // options.instances

@@ -39,7 +39,7 @@ VALUES = """
 |---|---|---|
 """
 
-# The place of a declaration in a file, as in `SourceCodeInfo.Location.path`: field numbers and indexes.
+# A `Place` says where a declaration is in a file, with the field numbers and indexes of `SourceCodeInfo.Location.path`.
 Place = tuple[int, ...]
 SERVICES = FileDescriptorProto.SERVICE_FIELD_NUMBER
 MESSAGES = FileDescriptorProto.MESSAGE_TYPE_FIELD_NUMBER
@@ -102,7 +102,7 @@ def _message(message: DescriptorProto, place: Place, comments: Mapping[Place, st
         yield _row(f"`{field.name}`", _type(field, message, entries), _meaning(field.name, comment))
     for index, oneof in enumerate(message.oneof_decl):
         rule = comments.get((*place, DescriptorProto.ONEOF_DECL_FIELD_NUMBER, index))
-        if rule is not None:  # an `optional` field has a oneof without a comment
+        if rule is not None:  # protobuf adds a oneof without a comment for an `optional` field
             yield f"\n`{oneof.name}`: {_meaning(oneof.name, rule)}\n"
 
 
@@ -128,7 +128,7 @@ def _enum(enum: EnumDescriptorProto, place: Place, comments: Mapping[Place, str]
 
 
 def _link(type_name: str) -> str:
-    """Return a link to a type of this package, or the name of another type. Scalars have no type name."""
+    """Return a link to a type of encserve.v1, or the name of another package's type. Return "" for a scalar."""
     own = type_name.removeprefix(".encserve.v1.")
     return type_name.removeprefix(".") if own == type_name else f"[{own}](#{own.lower()})"
 
@@ -151,7 +151,7 @@ def _paragraphs(comment: str) -> str:
 
 
 def _with_blank_lines(lines: list[str]) -> Iterator[str]:
-    """Yield the lines. Yield a blank line before a list, and indent the later lines of its items."""
+    """Yield the lines. Yield a blank line before a list, and indent the lines of a list item after the first."""
     in_list = False
     for before, line in zip(["", *lines], lines, strict=False):
         if line.startswith("- "):

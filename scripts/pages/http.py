@@ -92,7 +92,7 @@ def _content(part: Mapping[str, Any]) -> Schema:
 
 
 def _fields(schema: Schema, schemas: Mapping[str, Schema], path: str = "") -> Iterator[tuple[str, Meaning]]:
-    """Yield the fields that have a description, with their paths. The fields inside an object follow the object."""
+    """Yield the paths and meanings of the fields that have a description. The fields of an object follow the object."""
     for inner in schema.get("anyOf", ()):
         yield from _fields(inner, schemas, path)
     if "items" in schema:

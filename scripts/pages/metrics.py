@@ -24,7 +24,8 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# The headings of the page, by the first metric below the heading. The metrics are in the order of their registration.
+# The values are the headings of the page. The key of a heading is the first metric below the heading. The page lists
+# the metrics in the order of their registration.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",

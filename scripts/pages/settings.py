@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
-    if isinstance(hint, types.UnionType):  # a union such as `int | None`: keep the type, and drop None
+    if isinstance(hint, types.UnionType):  # a union such as `int | None` becomes `int`
         hint = typing.get_args(hint)[0]
     name = field.name.replace("_", "-")
     flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"

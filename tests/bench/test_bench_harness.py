@@ -91,7 +91,7 @@ def test_batches_contain_every_sequence_once_and_keep_the_budget(lengths: list[i
         assert all(max(map(len, batch)) * len(batch) <= budget for batch in batches)
 
 
-# Tests of the comparison of vectors. A side is one way to run the model, for example a server or PyTorch.
+# Tests that compare vectors. A side is one way to run the model, for example a server or PyTorch.
 
 
 def test_a_side_that_computes_something_else_is_refused() -> None:
@@ -141,10 +141,10 @@ def test_each_round_runs_every_side_once_in_another_order() -> None:
     ("shares", "seconds", "chosen"),
     [
         ([0.01, 0.9], 60, 1),
-        ([0.3, 0.02, 0.9], 60, 2),  # the second run is quiet: other work took 2 % of the CPU time
-        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # the limit is four runs; other work disturbs the third run least
-        ([0.3, 0.02], 0, 1),  # there is no time to repeat the run
-        ([None, 0.0], 60, 1),  # the share of other work is unknown
+        ([0.3, 0.02, 0.9], 60, 2),  # other processes hardly disturb the second run: 2 % of the CPU time
+        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # four runs are the limit; the third run is disturbed least
+        ([0.3, 0.02], 0, 1),  # 0 s are allowed for repeated runs
+        ([None, 0.0], 60, 1),  # None: the share of other processes is unknown
     ],
 )
 def test_a_disturbed_run_is_repeated(shares: list[float | None], seconds: float, chosen: int) -> None:
@@ -282,8 +282,8 @@ def test_a_program_answers_and_its_prints_go_to_the_log(tmp_path: Path) -> None:
 def test_an_environment_is_created_again_after_a_change_of_its_requirements(tmp_path: Path) -> None:
     requirements, environments, python = tmp_path / "peer.txt", tmp_path / "environments", tmp_path / "python"
     requirements.write_text("")
-    # ensure_environment calls this fake Python as `python -m venv FOLDER`. The fake creates an interpreter
-    # that accepts every command.
+    # `ensure_environment` calls this fake Python as `python -m venv FOLDER`. The fake creates an interpreter that
+    # accepts every command.
     python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"\n')
     python.chmod(0o755)
     binaries = ensure_environment("peer", requirements, environments, str(python))
@@ -323,7 +323,7 @@ async def test_callers_of_peers_count_replies_between_warmup_and_end(monkeypatch
 
 def test_a_percentile_is_interpolated_between_the_bounds_of_a_bucket() -> None:
     before = {0.1: 5.0, 0.2: 5.0, math.inf: 5.0}
-    after = {0.1: 15.0, 0.2: 25.0, math.inf: 25.0}  # 10 values up to 0.1, and 10 between 0.1 and 0.2
+    after = {0.1: 15.0, 0.2: 25.0, math.inf: 25.0}  # the server added 10 values up to 0.1, and 10 from 0.1 to 0.2
     assert percentile_between(before, after, 75) == pytest.approx(0.15)
     assert percentile_between(before, after, 50) == pytest.approx(0.1)
     assert percentile_between({}, {0.1: 0.0, math.inf: 4.0}, 95) == 0.1

@@ -1,4 +1,4 @@
-"""Tests of memory: of exports, of servers that share weights, and of long texts.
+"""Tests of the memory of exports, of servers that share weights, and of a server that encodes long texts.
 
 The models have the size of BERT-base. The tests need Linux.
 """
@@ -60,7 +60,7 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
 def memory_mib(models: Path, cache_dir: str) -> float:
     """Start SERVERS servers of one model, and return their memory together, in MiB.
 
-    The result is the sum of the proportional set sizes. So a page that several servers share counts once.
+    The result is the sum of the proportional set sizes. So a memory page that several servers share counts once.
     """
     sequences = random_workload(list(range(1, 257, 17)), vocab_size=VOCABULARY, seed=0).sequences
     with ExitStack() as stack:

@@ -79,8 +79,8 @@ def form(words: list[str]) -> frozenset[str]:
 def commands() -> dict[str, list[list[str]]]:
     """Return the arguments of the commands of the pages, by program.
 
-    If several commands have the same `form`, only the last is returned. A command is left out if another command has
-    all its options and further options.
+    If several commands have the same `form`, return only the last. Leave out a command if another command has all its
+    options and further options.
     """
     found: dict[str, dict[frozenset[str], list[str]]] = {}
     for page in PAGES:
@@ -98,7 +98,7 @@ def commands() -> dict[str, list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the commands name. The folder `before` next to this folder has the server."""
+    """A folder with the files that the commands name. The folder `before` next to this folder is the other checkout."""
     folder = tmp_path_factory.mktemp("bench") / "here"
     directory = write_model(folder / "DIRECTORY")
     for name in (MODEL, "my-encoder"):
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ensure_environment(peer: str, *_: object) -> Path:
-    """Run sentence-transformers in this environment. The other peers are too large to install for a test."""
+    """Run sentence-transformers in this environment. Triton and infinity are too large to install for a test."""
     if peer != SENTENCES:
         raise programs.PeerUnavailable(peer, "is not installed for this test")
     return Path(sys.executable).parent

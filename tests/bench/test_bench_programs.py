@@ -69,7 +69,7 @@ def figures(file: Path) -> Any:
 
 
 def check_description(run: Any) -> None:
-    """A report names the commit, the date, the command and the machine, without folders of this machine."""
+    """Check that a report names the commit, the date, the command and the machine, and no folder of this machine."""
     assert re.fullmatch(r"[0-9a-f]{8,}(-dirty)?|unknown", run["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", run["date"])
     assert run["command"].startswith("python ")

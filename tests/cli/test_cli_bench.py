@@ -82,10 +82,10 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """docs/how-to/load-test.md lists all fields. The figures agree with the server's metrics.
+    """docs/how-to/load-test.md lists exactly the fields of the JSON output.
 
-    16 callers exceed the server's queue. Refused calls are counted by reason. The latencies do not include refused
-    calls.
+    16 callers send more than the server's queue can hold. The output counts refused calls by reason. The latencies do
+    not include refused calls.
     """
     before = server.metric("encserve_tokens_total")
     load = ("--concurrency", 1, "--concurrency", 16, "--lengths", lengths_file(tmp_path, LONGEST, LONGEST + 6))
@@ -113,7 +113,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 
 
 def test_table(server: RealServer) -> None:
-    """The table has a row for each load. Notes below the table have the lateness of the calls."""
+    """The table has a row for each load. A note below the table says by how many ms the generator sent calls late."""
     result = bench(server, "--concurrency", 1, "--rate", 30, "--rate", 50, "--pooling", "mean", "--dtype", "float16")
     assert result.stderr == ""
     text = result.stdout
@@ -127,7 +127,7 @@ def test_table(server: RealServer) -> None:
 
 
 def test_texts(server: RealServer, tmp_path: Path) -> None:
-    """Before the load, the server cuts the texts to the model's limit. Then the server counts their tokens."""
+    """The server cuts long texts to the model's limit. The tokens of the report are the tokens after the cut."""
     texts = tmp_path / "texts.txt"
     texts.write_text("w3 w4\n\n" + "w5 " * 100 + "\n")
     body = json.loads(bench(server, "--texts", texts, "--rate", 20, "--sequences-per-call", 2, "--json").stdout)

@@ -95,7 +95,7 @@ def entries(cache: Path) -> list[str]:
     return sorted(it.name for it in cache.iterdir())
 
 
-# The argument
+# Tests of the argument.
 
 
 def test_the_folder_of_a_bundle_is_used_directly(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_hub_name_may_have_a_revision_and_a_name(tmp_path: Path) -> None:
     assert split_name("a=b") == (None, "a=b")
 
 
-# Exports
+# Tests of exports.
 
 
 def test_a_checkpoint_is_exported_once(
@@ -201,7 +201,7 @@ def test_each_option_and_name_has_its_own_bundle(tmp_path: Path, exports: Export
 def test_a_program_on_the_path_is_not_the_exporter(
     tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exporter is neither a program on the path nor a module in the current folder."""
+    """The command runs the installed exporter. It runs neither a program on PATH nor a module in the current folder."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for program in (programs / "encserve-export", tmp_path / "encserve.py"):
@@ -333,7 +333,7 @@ def test_an_export_that_needs_more_memory_than_the_machine_has_is_refused(
     find_bundle(str(checkpoint))
 
 
-# URIs
+# Tests of URIs.
 
 
 def test_the_bundle_of_a_uri_is_copied_once(tmp_path: Path, cache: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_uri_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pyte
         find_bundle(uri)
 
 
-# pull
+# Tests of `encserve pull`.
 
 
 def test_pull_writes_a_bundle_into_a_model_repository(tmp_path: Path, exports: Exports) -> None:
@@ -415,7 +415,7 @@ def test_pull_keeps_the_bundle_of_another_version_of_encserve(
 
 
 def test_pull_does_not_take_a_bundle_in_the_place_of_its_own(tmp_path: Path, exports: Exports) -> None:
-    """The file that describes the source still exists. But another bundle has replaced the pulled bundle."""
+    """`pull` refuses to overwrite another bundle, which the user has put into the folder of the pulled bundle."""
     model = read_model(str(make_checkpoint(tmp_path / "my-encoder")))
     pulled = pull(model, ExportOptions(), tmp_path / "models", "1", Steps())
     shutil.rmtree(pulled)

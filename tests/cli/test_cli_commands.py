@@ -43,7 +43,7 @@ async def encserve(
 ) -> Result:
     """Run the command in a terminal of 80 columns.
 
-    Tables must not be wider. JSON, the output of `models`, and error messages may be wider.
+    Check that no table is wider than the terminal. JSON, the output of `models`, and error messages may be wider.
     """
     result = await commands.encserve(service, *arguments, status=status, env={"COLUMNS": "80", **env})
     assert max(map(len, result.output.splitlines()), default=0) <= 80 or {"--json", "models"} & set(arguments) or status
@@ -121,7 +121,7 @@ async def test_rank(service: FakeEncoder) -> None:
 
 
 async def test_the_model_names_the_similarity(service: FakeEncoder) -> None:
-    """The model was trained for the dot product, so the scores are dot products. Long numbers widen the columns."""
+    """The model was trained for the dot product, so the command prints dot products. A wide table is split."""
     service.model_info = pb.ModelInfo(similarity="dot")
     answer = json.loads((await encserve(service, "similarity", "one", "two words", "--json")).stdout)
     vectors = service.answer(service.requests[-1]).outputs[0]
@@ -280,7 +280,7 @@ async def test_the_page_of_maxsim(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_similarity_refuses_texts_and_options(service: FakeEncoder) -> None:
-    """The command refuses a query without vectors, and --pooling together with --kind sparse."""
+    """The command refuses an empty query, which has no vectors, and refuses --pooling together with --kind sparse."""
     service.model_info = MULTI_VECTOR
     result = await encserve(service, "similarity", "", "two", status=1)
     assert result.stderr == "Error: query must have at least 1 vector; had none\n"
@@ -367,7 +367,7 @@ async def test_models(service: FakeEncoder) -> None:
 
 
 async def test_models_of_a_server_that_is_loading(service: FakeEncoder) -> None:
-    """The user learns why the list is empty. JSON stays an empty list."""
+    """If the list of models is empty, the command says why on stderr. With --json, it prints only an empty list."""
     service.is_loading = True
     result = await encserve(service, "models")
     assert (result.stdout, result.stderr) == ("", "no models: the server may still be loading; see the server's log\n")
@@ -433,7 +433,7 @@ def test_version() -> None:
 
 @pytest.mark.system
 def test_help_is_quick() -> None:
-    """The help of a command imports no slow package. A command imports such packages when it runs."""
+    """The help of a command imports no slow package. A command imports slow packages only when the command runs."""
     slow = "{'numpy', 'grpc', 'google', 'pyarrow', 'rich', 'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
     code = f"""
 import sys

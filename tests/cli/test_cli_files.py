@@ -145,7 +145,7 @@ async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path, source:
 async def test_row_groups_of_parquet_are_cut_by_size(
     service: FakeEncoder, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row group ends after the first call that exceeds the limit. Calls have 4 inputs here."""
+    """A row group of a Parquet file ends when its size exceeds a limit. A smaller limit gives more row groups."""
     output = tmp_path / "v.parquet"
     for row_group_bytes, n_groups in ((1, 16), (2**20, 1)):
         monkeypatch.setattr(writing, "_ROW_GROUP_BYTES", row_group_bytes)
@@ -217,7 +217,7 @@ async def test_the_name_of_an_input_has_no_secret(service: FakeEncoder) -> None:
 
 
 async def test_a_pattern_names_files_in_order(service: FakeEncoder, tmp_path: Path) -> None:
-    """A pattern selects all matching files, sorted by name. An existing file with the pattern as name has priority."""
+    """A pattern selects all matching files, sorted by name. If the pattern is a file's name, only this file is read."""
     for name in ("b.txt", "a.txt", "[ab].txt"):
         (tmp_path / name).write_text(f"{name}\n")
     for pattern, want in (("?.txt", ["a.txt", "b.txt"]), ("[ab].txt", ["[ab].txt"])):
@@ -317,7 +317,7 @@ async def test_an_unknown_suffix_and_too_many_inputs_to_print(service: FakeEncod
 async def test_files_wait_for_a_full_server(
     service: FakeEncoder, tmp_path: Path, timeout: list[str], status: int
 ) -> None:
-    """By default the command retries after 10 ms. With --timeout 30 the command fails if the server asks for 40 s."""
+    """The server is full. The command retries after the server's delay. If --timeout is shorter, the command fails."""
     pushback = "40000" if timeout else "10"
     full = 3
 
@@ -334,9 +334,9 @@ async def test_files_wait_for_a_full_server(
 
 
 async def test_a_failed_input_ends_the_retries_of_other_blocks(service: FakeEncoder, tmp_path: Path) -> None:
-    """One block has a refused input while the next block waits 100 s before a retry.
+    """The command sends its inputs in blocks. One block has a refused input while the next block waits for a retry.
 
-    The command fails at once and does not wait for this retry.
+    The command fails at once, and does not wait 100 s for the retry.
     """
     others_wait = asyncio.Event()
 
@@ -427,9 +427,9 @@ async def test_a_refused_text_of_the_command_line_is_named_by_its_number(service
 async def test_the_line_of_a_refused_input_is_right_in_every_message(
     service: FakeEncoder, tmp_path: Path, text: str, line: int
 ) -> None:
-    """The texts are sent in blocks of 4 and messages of 3.
+    """The command reads blocks of 4 texts, and sends messages of up to 3 texts.
 
-    The refused text contains an index too, and this index stays in the error.
+    The refused text itself contains "inputs[0]". The error shows this part of the text unchanged.
     """
     lines = [f"text {i}" for i in range(9)]
     lines[line - 1] = "bad inputs[0]"
@@ -450,7 +450,7 @@ async def test_the_line_of_a_refused_input_is_right_in_every_message(
 async def test_a_text_that_crashes_the_server_is_named_by_its_line(
     service: FakeEncoder, tmp_path: Path, line: int
 ) -> None:
-    """The texts are sent in messages of 3 and of 1."""
+    """The command reads blocks of 4 texts, and sends messages of up to 3 texts."""
     service.max_request_sequences = 3
 
     async def crash(request: pb.EncodeRequest) -> None:

@@ -38,7 +38,7 @@ class Machine:
     folder: Path
 
     def find(self, **more: str) -> "subprocess.CompletedProcess[str]":
-        """Find or make the bundle of the model in a separate process. `more` are environment variables."""
+        """Find or make the bundle of MODEL in a separate process. `more` has additional environment variables."""
         variables = {
             **hub_variables(self.hub.endpoint, self.folder / "hf"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),

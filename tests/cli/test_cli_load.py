@@ -1,4 +1,4 @@
-"""Parts of the load generator without a server: lengths of texts, calls, times of calls, and results."""
+"""Tests of the load generator without a server: lengths of texts, calls, times of calls, and results."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def test_other_lengths_are_refused(wrong: Any, tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.integers(1, 500), st.integers(1, 1000), min_size=1), st.integers(1, 500), st.integers(0, 9))
 def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count: int, seed: int) -> None:
-    """Each length occurs in proportion to its count in the histogram, with a difference of at most 1.
+    """The number of samples of each length differs by at most 1 from the length's exact share in the histogram.
 
     Another seed changes only the order of the lengths.
     """
@@ -141,8 +141,8 @@ def test_arrivals_are_poisson() -> None:
 def result_of(load: Load, rows: list[tuple[float, ...]], label: str = "UNAVAILABLE", end: float = 20.0) -> LoadResult:
     """Return the result of a load. The measured time starts at 10 s.
 
-    The load has two different calls: call 0 has 1 sequence, and call 1 has 2 sequences. A row has the times when a call
-    was due, sent and answered, the index of the call, and 1 for an error.
+    The load has two different calls: call 0 has 1 sequence, and call 1 has 2 sequences. A row has five
+    numbers: the times when the call was due, sent and answered, the index of the call, and 1 for a failed call, else 0.
     """
     calls = [Call(b"", 1, 7), Call(b"", 2, 9)]
     table = np.array(rows, np.float64).reshape(-1, 5)

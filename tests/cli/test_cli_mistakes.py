@@ -37,8 +37,8 @@ class Mistake:
     """A command and the error that the command prints. The test replaces `{name}` by a value.
 
     Attributes:
-        command: The words after `encserve`. ENCSERVE_TARGET is set to the server.
-        error: The text after "Error: ". The command prints nothing else, except the usage if the status is 2.
+        command: The words after `encserve`. The variable ENCSERVE_TARGET has the server's address.
+        error: The text after "Error: ". If the status is 2, the command also prints its usage.
         server: "plain", or "keys" for a server that wants a key.
         status: The exit status: 1, or 2 for an error in the command line itself.
     """
@@ -50,7 +50,7 @@ class Mistake:
 
 
 COMMANDS = [
-    # The server
+    # Mistakes about the server.
     Mistake(
         "embed hello --target {nobody}",
         "{nobody}: no encserve server here: connection refused. Start one, or " + SET_TARGET,
@@ -95,7 +95,7 @@ COMMANDS = [
         "hash-key makes valid keys",
     ),
     Mistake("models --metadata team", "--metadata must be NAME=VALUE; was 'team'", status=2),
-    # The model and its options
+    # Mistakes about the model and its options.
     Mistake("embed hello --model nope", "--model: no model 'nope'; the models are tiny"),
     Mistake("embed hello --model-version 9", "--model-version: no version '9' of tiny; the versions are 2, 1"),
     Mistake("embed hello --kind sparse", "--kind 'sparse': model tiny has the kinds 'vector'"),
@@ -119,7 +119,7 @@ COMMANDS = [
         status=2,
     ),
     Mistake("inspect hello --layers 9", "--layers must be from 0 to 2; was 9"),
-    # The inputs
+    # Mistakes about the inputs.
     Mistake("embed", "no input; give a TEXT, or a file with --input FILE", status=2),
     Mistake(
         "embed t.txt",
@@ -149,7 +149,7 @@ COMMANDS = [
     ),
     Mistake("embed hello --ids", "argument 1: --ids needs whole numbers, such as 101,2023,102; was 'hello'"),
     Mistake("similarity hello", "similarity needs at least 2 texts; was 1"),
-    # The outputs
+    # Mistakes about the outputs.
     Mistake(
         "embed hello --output nowhere/v.npy",
         "--output nowhere/v.npy: cannot write into the folder nowhere: No such file or directory. Make this folder, or "
@@ -182,7 +182,7 @@ COMMANDS = [
     ),
 ]
 
-# Lines of Python, and the text of the exception.
+# Each entry is a line of Python, and the text of the exception that the line raises.
 CALLS = [
     ("client.embed(None)", "inputs must be a list of inputs; was NoneType"),
     ("client.embed(b'hello')", "inputs must be a str or a list of inputs; was bytes: decode the bytes"),
@@ -225,7 +225,7 @@ Start = Callable[[str], Awaitable[FakeServer]]
 
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
-    """Yield a function that starts a server of a kind; see `Mistake.server`. The commands run in a folder of files."""
+    """Yield a function that starts a server; `Mistake.server` lists the kinds. Change to a folder with input files."""
     servers: list[FakeServer] = []
     settings: dict[str, dict[str, Any]] = {"plain": {}, "keys": {"api_key": KEY}}
 
@@ -287,7 +287,7 @@ async def test_a_call_in_python(line: str, error: str, start: Start) -> None:
     assert sum(Path(frame.filename).is_relative_to(library) for frame in frames) <= 6
 
 
-# Advice about options
+# Tests of advice about options.
 
 # The arguments of each command that reads texts. The test replaces TEXT by a text, and FILE by the flags of a file.
 READERS = {

@@ -36,14 +36,14 @@ def unpacked(stack: dict[str, Any]) -> np.ndarray[Any, Any]:
 def test_norms_and_cosines() -> None:
     """Compute norms and cosines of four vectors.
 
-    Two vectors are at a right angle, two have opposite directions, and one is zero. All cosines of the zero vector
-    are 0.
+    Among the vectors are a pair at a right angle, a pair with opposite directions, and a zero vector. All cosines of
+    the zero vector are 0.
     """
     states = np.array([[[3, 4], [-8, 6], [-6, -8], [0, 0]]], np.float16)
     assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
     cosines = numbers.cosine_similarity(states)
     np.testing.assert_allclose(cosines, [[[1, 0, -1, 0], [0, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 0]]], atol=1e-15)
-    # The four vectors make six pairs. The cosine of one pair is -1, and the cosines of the others are 0.
+    # The four vectors make six pairs. The cosine of one pair is -1, and the cosines of the other pairs are 0.
     np.testing.assert_allclose(numbers.mean_similarity(cosines), [-1 / 6])
     assert numbers.mean_similarity(np.ones((2, 1, 1))).tolist() == [1, 1]
 
@@ -173,7 +173,7 @@ def test_some_layers_only() -> None:
 
 
 def test_layers_over_the_size_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # room for the attention of three layers
+    monkeypatch.setattr(page, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # enough for the attention of three layers
     data = data_of(build_page(*make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=4)))
     assert [layer["name"] for layer in data["attention"]["layers"]] == [0, 2, 5]
     assert unpacked(data["attention"]["matrices"]).shape == (6, 4, 4)
@@ -204,7 +204,7 @@ def test_pages_stay_small() -> None:
 
 
 def test_markup_is_only_text() -> None:
-    """Texts occur in the page only as JSON, in which no text can end the element."""
+    """Texts occur in the page only as JSON inside a script element. No text in the JSON can end this element."""
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=(HOSTILE, "a"))
     html = build_page(dataclasses.replace(result, model=HOSTILE), model, HOSTILE)
     assert data_of(html)["heading"] == data_of(html)["tokens"][0]["name"] == HOSTILE

@@ -94,7 +94,7 @@ def test_everything_is_drawn_and_fits(opened: OpenPage) -> None:
 def test_the_tooltip_shows_tokens_and_number(opened: OpenPage) -> None:
     """Hover over the large attention map, a small attention map, a similarity map and a point of a line.
 
-    The tooltip shows the tokens and the number.
+    For each of the four, the tooltip shows the tokens and the number.
     """
     it = opened
     result, _ = make_inspection(6, 12, 64)
@@ -112,7 +112,7 @@ def test_the_tooltip_shows_tokens_and_number(opened: OpenPage) -> None:
     it.page.mouse.move(2, 2)
     it.page.wait_for_selector("#tip", state="hidden")
     norms = state_norms(result.hidden_states)[6]
-    token = int(norms.argmax())  # no other point is near
+    token = int(norms.argmax())  # no other point is near this point
     it.page.locator("#norms .trace.scatter").nth(token).locator("path.point").last.hover(force=True)
     it.page.wait_for_selector("#tip", state="visible")
     said = " ".join((it.page.locator("#tip").text_content() or "").split())
@@ -125,7 +125,8 @@ def test_the_tooltip_shows_tokens_and_number(opened: OpenPage) -> None:
 def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
     """Choose a layer and a head with the keyboard. The maps show this layer and this head.
 
-    A click on a cell of the overview selects both a layer and a head. In a dark theme the colours change.
+    A click on a cell of the overview selects both a layer and a head. If the browser changes to a dark theme, the
+    colours of the page change.
     """
     it = OpenPage(browser, usual, 1400)
     result, _ = make_inspection(6, 12, 64)

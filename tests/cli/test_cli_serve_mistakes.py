@@ -27,10 +27,10 @@ class Mistake:
 
     Attributes:
         argument: The argument. `{folder}` is the folder of the checkpoints.
-        error: The end of the line after "Error: " or "cannot start: ". `{folder}` is replaced too.
+        error: The text after "Error: " or "cannot start: ". `{folder}` is the folder of the checkpoints.
         before: A function that changes the hub before the command runs.
-        has_full_disk: Whether files cannot be larger than 20 kB.
-        variables: More environment variables.
+        has_full_disk: Whether the test simulates a full disk: no file can be larger than 20 kB.
+        variables: Additional environment variables of the command.
     """
 
     argument: str

@@ -33,7 +33,7 @@ def arguments(service: FakeEncoder, source: Path, output: str) -> tuple[object, 
 
 
 def hold_from(service: FakeEncoder, first: int) -> asyncio.Event:
-    """Delay messages with the text of this number, or with a later text, until the event is set."""
+    """Return an event. Until the event is set, the server delays messages with text number `first` or a later text."""
     go_on = asyncio.Event()
 
     async def wait(request: pb.EncodeRequest) -> None:
@@ -63,7 +63,7 @@ async def test_progress_moves_with_the_first_reply(
 async def test_a_server_that_goes_away_is_named_with_the_time_left(
     service: FakeEncoder, source: Path, output: str
 ) -> None:
-    """The server is killed after some messages, and restarts. Both events give a line above the bar."""
+    """The server stops after some messages, and restarts. The command prints a line for each of the two events."""
     hold_from(service, 2048)
     with terminal(*arguments(service, source, output), cwd=source.parent) as it:
         await until(lambda: service.n_open)

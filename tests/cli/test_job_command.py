@@ -429,7 +429,7 @@ def test_progress_of_many_threads_never_goes_back() -> None:
     shown = list[JobProgress]()
 
     def show(progress: JobProgress) -> None:
-        os.sched_yield()  # so that other threads count meanwhile
+        os.sched_yield()  # lets other threads run, which also report progress
         shown.append(progress)
 
     counter = ProgressCounter(None, show)
@@ -600,7 +600,7 @@ def test_ctrl_c_before_the_job_begins(run_words: Callable[..., Result], folder: 
 
 @dataclass
 class Exits:
-    """A fake of `os._exit`, which also lists the hidden files and folders in a folder."""
+    """A fake of `os._exit`. At each call, the fake also records the hidden files and folders in `folder`."""
 
     folder: Path
     statuses: list[int] = field(default_factory=list)
@@ -622,7 +622,7 @@ class Exits:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_the_parent_process_ignores_ends_no_job(run_words: Callable[..., Result], number: int) -> None:
-    """A shell script starts `encserve ... &` with SIGINT ignored."""
+    """A shell script starts `encserve … &` with SIGINT ignored. The job keeps ignoring SIGINT, and does not end."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         result = run_words(Words(lambda _: press_ctrl_c(number)))
@@ -778,9 +778,9 @@ async def test_files_are_embedded_from_python(service: FakeEncoder, source: Path
 async def test_a_job_that_fails_leaves_a_server_that_does_not_answer(
     service: FakeEncoder, source: Path, folder: Path
 ) -> None:
-    """The first of three blocks fails, and the server never answers the other two blocks. The job ends soon.
+    """The first of three blocks fails, and the server does not answer the other two blocks for 600 s.
 
-    After Ctrl-C, a job ends in the same way.
+    The job fails soon, and does not wait for the two replies.
     """
 
     async def fail_first(request: pb.EncodeRequest) -> None:
@@ -996,9 +996,9 @@ async def test_a_job_without_parts_blocks_no_folder(
 
 @pytest.mark.parametrize("change", ["nothing", "dtype", "inputs"])
 def test_two_jobs_that_begin_together_must_be_equal(tmp_path: Path, source: Path, folder: Path, change: str) -> None:
-    """A job begins in the folder while another job loads its model.
+    """While a job loads its model, a second job begins in the same output folder.
 
-    The slower job fails if its settings or inputs differ.
+    The first job then fails if its settings or inputs differ from the second job's.
     """
     other = write_texts(tmp_path / "other.txt", ["other"])
     make = MakeOptions(dtype="float16") if change == "dtype" else MakeOptions()
@@ -1181,7 +1181,7 @@ def test_events_name_files_whose_names_are_not_utf8(run_words: Callable[..., Res
 async def test_a_refused_input_changes_no_other_row(
     service: FakeEncoder, tmp_path: Path, folder: Path, kind: str
 ) -> None:
-    """The other rows equal the rows of a job without the refused inputs. The size of messages has no effect."""
+    """A job has refused inputs. All its other rows equal the rows of a job without the refused inputs."""
     service.max_request_sequences = 3
     if kind in ("multi_vector", "sparse"):
         service.model_info = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim", sparse_width=100)
@@ -1214,7 +1214,7 @@ async def test_an_input_that_crashes_the_server_is_rejected(
     code: grpc.StatusCode,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The server fails for each message with one of two texts. The job finds both texts, and embeds all other texts."""
+    """The server fails for each message with one of two texts. The job rejects the two texts, and embeds all others."""
     bad = [3, 12]
     crashes = 0
 
@@ -1266,7 +1266,7 @@ async def test_a_server_that_crashes_for_every_input_fails_the_job(
 
 
 async def test_a_job_can_be_stopped_while_the_server_is_full(service: FakeEncoder, source: Path) -> None:
-    """The server is always full and asks for a retry after 50 ms. The job ends before the timeout of its messages."""
+    """The server refuses every message and asks for a retry after 50 ms. `stop` still ends the job soon."""
     refused = threading.Event()
 
     async def full(request: pb.EncodeRequest) -> None:

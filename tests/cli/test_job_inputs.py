@@ -30,8 +30,8 @@ from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.types import Block, Part, Shard, Work
 
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
-# str.splitlines splits at some of these characters, but they do not end a line of an input file. The texts contain no
-# LF and no CR.
+# str.splitlines splits a text at some of these characters, but none of these characters ends a line of an input file.
+# The texts contain no LF and no CR.
 TEXT = st.text(st.one_of(st.sampled_from("ab é\"',\t\x85\u2028\x0b\x0c"), st.characters(codec="utf-8"))).map(
     lambda text: text.replace("\n", " ").replace("\r", " ")
 )
@@ -75,7 +75,7 @@ def plan_of(arguments: Sequence[str], options: ReadOptions | None = None, part_r
 
 
 def blocks_of(plan: Plan, finished: frozenset[int] = frozenset(), shard: Shard | None = None) -> list[Block]:
-    """Read the parts of all files, except the parts with the numbers in `finished`."""
+    """Return the blocks of all files' parts, except the parts whose numbers are in `finished`."""
     works = [Work(index, 0, None, finished, shard or Shard()) for index in range(len(plan.inputs))]
     return [block for work in works for block in read_blocks(plan, work, lambda: None)]
 
@@ -105,7 +105,7 @@ def test_parts_have_the_same_rows_after_a_restart(
     row_group_size: int,
     finished: frozenset[int],
 ) -> None:
-    """Part k starts at row k * part_rows. A continued job reads the missing parts in the same blocks."""
+    """Part k starts at row k * part_rows. A continued job reads a missing part in the same blocks as the first job."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     plan = plan_of([str(path)], part_rows=part_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -478,9 +478,9 @@ def test_a_text_that_a_double_changes_is_an_error(tmp_path: Path, text: str) -> 
 def test_a_double_can_be_read_from_its_text(
     tmp_path_factory: pytest.TempPathFactory, number: float, digits: int
 ) -> None:
-    """The type double accepts the shortest text of a number.
+    """The type double reads a number from the shortest text that Python prints for the number.
 
-    It also accepts texts of at least 17 digits that round to the number.
+    The type also reads longer texts of at least 17 digits, and rounds them to the number.
     """
     texts = [repr(number), f"{number:.{digits}e}", f"{number:.1100f}", "0.1000", "1e3", "-0"]
     path = one_file(tmp_path_factory.getbasetemp() / "a.csv", "text,x", *(f"a,{it}" for it in texts))
@@ -661,7 +661,7 @@ def test_a_line_that_is_too_long_is_a_problem_of_that_row(
 def test_a_long_first_line_after_a_byte_order_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The length of the line excludes the byte order mark. A line that is too long is one row."""
+    """The byte order mark does not count towards the length of the line. A line that is too long becomes one row."""
     monkeypatch.setattr(reader, "_MOST_LINE_BYTES", 21)
     path = one_file(tmp_path / "a.txt", "\ufeff" + "x" * (length - 1), "two")
     assert read([path]) == ["x" * (length - 1) if length <= 21 else None, "two"]
@@ -675,7 +675,7 @@ def test_a_long_line_of_a_csv_file_ends_the_read(tmp_path: Path, monkeypatch: py
 
 
 def test_gzip_with_padding(tmp_path: Path) -> None:
-    """Tapes and some tools add zeros after gzip data. A gzip file may also have several members."""
+    """Read a gzip file with two members and zeros at the end. Tapes and some tools add such zeros."""
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n") + bytes(1000))
     assert read([str(path)]) == ["one", "two"]

@@ -36,7 +36,7 @@ def cluster() -> Iterator[SmallCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")  # the cluster must not use the developer's own Ray token
-        # The actors import ray_sources.
+        # The actors are separate processes. They must find the module `ray_sources`, which the tests use.
         patch.setenv("PYTHONPATH", str(Path(ray_sources.__file__).parent), prepend=os.pathsep)
         with closing(SmallCluster(3)) as made:
             yield made
@@ -51,8 +51,8 @@ def options(cluster: SmallCluster) -> RayOptions:
 def corpus(tmp_path: Path) -> list[str]:
     """Write two input files, and return their paths.
 
-    The first file has 40 parts of 5 rows. The second file has 6 parts. One actor reads the second file, because
-    it is compressed.
+    The first file has 40 parts of 5 rows. The second file has 6 parts. A single actor reads the whole second file,
+    because the file is compressed.
     """
     lines = [f"{WORDS[i % 5]} {i}" for i in range(230)]
     (tmp_path / "a.txt").write_text("".join(f"{it}\n" for it in lines[:200]))
@@ -127,7 +127,8 @@ def test_an_actor_with_another_model_ends_the_job(tmp_path: Path, corpus: list[s
     embed(corpus, tmp_path / "out", FakeBackend(fingerprint_of=tmp_path))
     for part in (tmp_path / "out").glob("part-*"):
         part.unlink()
-    (tmp_path / "out" / "part-00000-000000.parquet").touch()  # a job with a part keeps its plan and its fingerprint
+    # Because one part exists, the next job keeps the plan of the first job, and expects the fingerprint in this plan.
+    (tmp_path / "out" / "part-00000-000000.parquet").touch()
 
     class Changed(RayBackend):
         """A backend whose model gets another fingerprint after the first actor has loaded the model."""
@@ -170,7 +171,7 @@ def test_a_stopped_ray_job_continues(tmp_path: Path, corpus: list[str], options:
     summary = embed(corpus, tmp_path / "out", RayBackend(backend, options))
     assert 10 <= summary.parts_before < summary.parts == 46
     embed(corpus, tmp_path / "alone", backend)
-    open_store(str(tmp_path / "out"))  # removes the unfinished files of the actors that were ended
+    open_store(str(tmp_path / "out"))  # removes the unfinished files of the stopped actors
     assert files(tmp_path / "out") == files(tmp_path / "alone")
 
 

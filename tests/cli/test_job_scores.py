@@ -93,7 +93,7 @@ async def test_a_second_run_makes_missing_parts_only(service: FakeEncoder, folde
     requests = len(service.score_requests)
     result = await encserve(service, *command)
     assert "25 rows in 3 parts, 2 of them made before" in result.stdout
-    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # one more pair checks the options
+    assert sum(len(it.pairs) for it in service.score_requests[requests:]) == 10 + 1  # the job sends 1 pair as a check
     assert table_of(folder)["score"].to_pylist() == SCORES
     for flags, problem in (
         (["--columns", "d,q"], "column is 'q'; the job has 'd'; query_column is 'd'; the job has 'q'"),
@@ -136,7 +136,7 @@ async def test_all_pairs_may_be_refused(service: FakeEncoder, tmp_path: Path, fo
 async def test_a_model_that_refuses_empty_texts(
     service: FakeEncoder, tmp_path: Path, folder: Path, command: list[str]
 ) -> None:
-    """A server refuses empty texts if the model's tokenizer adds no special tokens. The job still accepts the model."""
+    """If a tokenizer adds no special tokens, the server refuses empty texts. The job rejects rows with empty texts."""
     service.refused_texts = ("",)
     write_pairs(tmp_path / "pairs.parquet", ["abc", "", "ab"])
     result = await encserve(service, *command, status=3)
@@ -174,7 +174,7 @@ async def test_pairs_in_other_files(service: FakeEncoder, tmp_path: Path, folder
 
 
 async def test_scores_of_another_bundle_end_the_job(service: FakeEncoder, command: list[str], folder: Path) -> None:
-    """Behind a proxy, another server with another bundle may compute the scores."""
+    """If a reply comes from another bundle, the job ends. Behind a proxy, each server may have a different bundle."""
     service.score_fingerprint = "e" * 16
     result = await encserve(service, *command, status=1)
     assert "ffffffffffffffff is expected, but the answer has eeeeeeeeeeeeeeee" in result.stderr
@@ -216,9 +216,9 @@ async def test_lines_of_text_are_no_pairs(service: FakeEncoder, tmp_path: Path, 
 
 
 def in_process(bundle: Path) -> list[str]:
-    """Return the flags of a job that runs a bundle.
+    """Return the flags of a job that runs a bundle without a server.
 
-    The flags set the batch budget, because a measurement takes two seconds.
+    The flags set the largest batch. Otherwise the job would measure the best batch size, which takes two seconds.
     """
     return ["--bundle", str(bundle), "--max-batch-tokens", "64"]
 

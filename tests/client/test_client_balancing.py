@@ -37,7 +37,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def stop(server: FakeServer) -> None:
-    """Stop a server as SIGTERM does. A second call for the same server does nothing."""
+    """Stop a server in the same way as the signal SIGTERM. Do nothing if the server is already stopped."""
     if not getattr(server, "stopped", False):
         server.stopped = True  # type: ignore[attr-defined]
         await server.app.stop()
@@ -53,7 +53,7 @@ def answered(server: FakeServer) -> int:
 
 
 def set_health(server: FakeServer, *, serving: bool) -> None:
-    """Set the health status that a server reports. After this, the models have no effect on the status."""
+    """Set the health status that a server reports. From then on, the server does not update the status itself."""
     health = server.app._health
     assert health._watching is not None
     health._watching.cancel()
@@ -129,7 +129,7 @@ async def test_a_restart_fails_no_call(start: Start) -> None:
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # no call runs before `other` stops, so the client must reconnect by itself
+        await stop(other)  # no call runs until `other` has stopped, so the client must connect to `again` itself
         await call_until(client, lambda: answered(again) > 20)
 
 

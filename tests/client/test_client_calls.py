@@ -94,7 +94,7 @@ async def test_embed_returns_one_matrix(caller: Caller, service: FakeEncoder) ->
 async def test_run_returns_all_parts_of_an_answer(caller: Caller, service: FakeEncoder) -> None:
     """`run` requests two outputs, and the call needs two messages. The result merges both replies.
 
-    It also has the token details and the timings.
+    The result also has the details of the tokens, and the timings.
     """
     service.max_request_sequences = 2
     client = caller.connect()
@@ -154,7 +154,7 @@ async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) 
 
 
 async def test_a_reply_over_the_clients_own_limit_is_not_computed(caller: Caller, service: FakeEncoder) -> None:
-    """A row has 32 bytes. The client takes replies of 20,000 bytes, so a message has less than 625 tokens."""
+    """A token takes 32 bytes in a reply. The client accepts 20,000 bytes, so a message has less than 625 tokens."""
     client = caller.connect(max_message_bytes=20_000)
     inputs = [[5] * 50] * 40
     assert len(await caller(client.token_vectors, inputs)) == 40
@@ -178,9 +178,9 @@ def _padded(service: FakeEncoder, n_bytes: int) -> Any:
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """A client sends all messages with its own priority.
+    """If the client has a priority, all its messages have this priority.
 
-    Without such a priority, a call of more than two messages is sent with bulk priority.
+    If the client has no priority, a call of more than two messages gets bulk priority.
     """
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
@@ -474,7 +474,7 @@ async def test_closing_a_client_ends_its_calls(caller: Caller, service: FakeEnco
         asyncio.create_task(caller(client.inspect, [1])),
         asyncio.create_task(caller.all_of(client, [[1]] * 5)),
     ]
-    await until(lambda: len(service.requests) == 7 and service.inspect_requests)  # 1, 3 and 3 messages
+    await until(lambda: len(service.requests) == 7 and service.inspect_requests)  # three calls send 1, 3 and 3 messages
     await caller.close(client)
     for call in calls:
         with pytest.raises(ClientClosedError, match="the client was closed during the call"):
@@ -515,7 +515,7 @@ async def test_an_error_in_grpc_does_not_hang_a_call(caller: Caller) -> None:
         await caller.all_of(client, [[1]])
 
 
-# Tests of replies that are not protobuf messages.
+# Tests of replies that are not valid protobuf messages.
 
 
 class _Broken(grpc.GenericRpcHandler):

@@ -87,9 +87,9 @@ async def test_cancelling_a_task_cancels_its_call(
 
 
 async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
-    """The client is made in a thread without an event loop.
+    """A thread without an event loop makes the client.
 
-    It creates its gRPC channel at its first call, in the event loop of this call.
+    The client creates its gRPC channel at its first call, in the event loop of this call.
     """
     client = await asyncio.to_thread(AsyncEncoderClient, service.target)
     async with client:

@@ -50,7 +50,7 @@ async def error_of(caller: Caller, target: str, **settings: Any) -> str:
     return str(error.value)
 
 
-# Targets
+# Tests of targets.
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_target_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         assert repr(client) == "<EncoderClient localhost:50051 [open]>"
 
 
-# Keys
+# Tests of keys.
 
 
 @pytest.mark.parametrize("key", ["secret", " secret\n", "\ufeffsecret\r\n"])
@@ -129,7 +129,7 @@ async def test_a_key_is_sent_without_line_breaks_and_byte_order_mark(
 
 
 def test_a_key_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the argument or the variable, and not the key."""
+    """The error names the argument or the variable, and does not contain the key."""
     text = "must be only the key, in printable ASCII without spaces; character 7 of 10 is not"
     for key in ("secret\nkey", "secret key", "secretükey"):
         with pytest.raises(InvalidInputError, match=f"^api_key {text}") as error:
@@ -160,7 +160,7 @@ def test_a_key_on_this_machine_gives_no_warning(target: str) -> None:
     EncoderClient("10.0.0.7", credentials=grpc.ssl_channel_credentials(), api_key="secret").close()
 
 
-# Proxies
+# Tests of proxies.
 
 
 @pytest.mark.parametrize("target", ["localhost", "127.0.0.1"])
@@ -182,7 +182,7 @@ async def test_calls_go_through_a_proxy(caller: Caller, service: FakeEncoder, mo
 
 
 async def test_an_error_behind_a_proxy_names_both_addresses(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client runs no connection test of its own. gRPC's error names the cause."""
+    """The error names the server's address, the proxy's address, and the cause from gRPC's error."""
     begin, end = "encoder.invalid:7: through the proxy", "or put the server into NO_PROXY for a direct connection"
     async with ConnectProxy(None) as refusing:
         for address, cause in (("127.0.0.1:1", "Connection refused"), (refusing.address, "403")):
@@ -230,7 +230,7 @@ def test_targets_without_a_proxy(
     assert forced["grpc.enable_http_proxy"] == 1
 
 
-# Errors of connections
+# Tests of failed connections.
 
 
 async def test_several_addresses_without_a_server(caller: Caller) -> None:
@@ -288,7 +288,7 @@ async def test_a_server_of_another_protocol(caller: Caller) -> None:
 
 
 async def test_a_server_that_answers_is_not_the_cause(service: FakeEncoder) -> None:
-    """A proxy reports UNAVAILABLE although the server answers. The client does not add a cause."""
+    """A proxy reports UNAVAILABLE, but a test connection to the server works. So the client adds no cause."""
     for failure in (UNREACHED, Failure(grpc.StatusCode.UNAVAILABLE, "no healthy upstream")):
         assert await asyncio.to_thread(Diagnosis(service.target, None).explain, failure) == failure
 
@@ -306,7 +306,7 @@ def test_a_servers_own_failure_starts_no_diagnosis(failure: Failure) -> None:
 
 
 def test_a_machine_that_goes_down_is_detected() -> None:
-    """Keepalive pings also run for a server with one address. gRPC drops a dead connection before the timeout."""
+    """The client sends keepalive pings, also to a single server. So gRPC drops a dead connection within 30 s."""
     for target in ("localhost:50051", "dns:///encoder:50051"):
         options = dict(channel_options(target, 1, None, None))
         total = int(options["grpc.keepalive_time_ms"]) + int(options["grpc.keepalive_timeout_ms"])
@@ -315,7 +315,7 @@ def test_a_machine_that_goes_down_is_detected() -> None:
 
 @pytest.mark.system
 async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
-    """The client's error has the cause. GRPC_VERBOSITY shows gRPC's own log."""
+    """The client's error has the cause of a failure. gRPC writes a log only if GRPC_VERBOSITY is set."""
     code = (
         "import sys, encserve_client as e\n"
         "try: e.EncoderClient(sys.argv[1], tls=True, retry=e.RetryPolicy(max_attempts=1)).models()\n"
@@ -339,12 +339,12 @@ async def test_grpc_writes_nothing_on_stderr(service: FakeEncoder) -> None:
     assert logged[1] != ""
 
 
-# Processes
+# Tests of pickling.
 
 
 @pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
 def test_a_client_cannot_be_pickled(client: Any) -> None:
-    """Ray and multiprocessing pickle the clients that a function uses. The error has advice."""
+    """Ray and multiprocessing pickle the objects that a function uses. The error says what to do instead."""
     text = f"^{client.__name__} has open connections and cannot be pickled or copied: make a new client in the function"
     for settings in ({}, {"tls": Tls()}):
         with pytest.raises(TypeError, match=text):

@@ -1,6 +1,6 @@
 """Tests of the logic of a call, with a fake connection and a fake clock.
 
-They test retries, deadlines, the splitting into messages, and concurrency.
+The tests cover retries, deadlines, the splitting into messages, and concurrency.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def ids_in(result: EncodeResult) -> list[list[int]]:
 
 
 def failing(failures: list[Failure]) -> Encode:
-    """Make a server function that fails once with each of these failures, in order. Later requests get a reply."""
+    """Make a server function that answers the first requests with `failures`, one each. Later requests get a reply."""
     left = list(failures)
     return lambda request: (0.0, left.pop(0)) if left else (0.0, echo(request))
 
@@ -124,7 +124,7 @@ def test_attempts_end(
 
 
 def test_a_server_that_never_answers_gets_two_seconds() -> None:
-    """The waits are 1 s and 2 s. The second wait would end after the limit of two seconds."""
+    """The client waits 1 s and then sends again. A second wait of 2 s would exceed the limit of two seconds."""
     server = WireServer(failing([]))
     server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
     with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 2 times\)$"):
@@ -220,7 +220,7 @@ def test_no_wait_exceeds_the_deadline() -> None:
 
 
 def test_a_call_may_take_longer_than_the_timeout_of_a_message() -> None:
-    """10,000 inputs need 40 messages. Each takes 20 s, and four are sent at a time.
+    """10,000 inputs need 40 messages. A message takes 20 s, and the client sends four messages at a time.
 
     The call succeeds after 200 s, although the timeout of a message is 30 s.
     """
@@ -323,7 +323,7 @@ def test_late_answers_keep_the_order_of_inputs() -> None:
 
 
 def test_too_large_messages_are_halved() -> None:
-    """The server refuses messages of more than 3 inputs, although its reply to GetModel has no such limit.
+    """The server refuses messages of more than 3 inputs, although its reply to GetModel has no limit of inputs.
 
     The client sends each refused message again in two halves. The next call fetches the limits again.
     """
@@ -407,7 +407,7 @@ def refusing(bad: set[int]) -> Encode:
 def test_run_returns_rows_or_an_error_for_each_input(
     n_inputs: int, refused: set[int], invalid: set[int], size: int
 ) -> None:
-    """Exactly the refused inputs have errors. The rows equal the rows of a call without the refused inputs."""
+    """Only the refused inputs have errors. The other rows equal the rows of a call without the refused inputs."""
     inputs: list[Any] = [[] if i in invalid else [i + 1] * (1 + i % 3) for i in range(n_inputs)]
     failed = {i for i in range(n_inputs) if i in refused | invalid}
     counts: list[tuple[int, int | None]] = []
@@ -541,7 +541,7 @@ def test_an_index_that_is_out_of_range() -> None:
 
 
 def crashing(bad: set[int], seconds: float = 0.0) -> Encode:
-    """Make a server function that fails each message with a token id in `bad`. The failure has no reason."""
+    """Make a server function that fails for each message with a token id in `bad`. The failure has no error reason."""
 
     def answer(request: pb.EncodeRequest) -> Outcome:
         if any(item.token_ids.ids[0] in bad for item in request.inputs):
@@ -586,7 +586,7 @@ def test_run_ends_after_8_failed_messages_in_a_row() -> None:
     server = WireServer(lambda request: (1000.0, echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="did not answer within 100 s"):
         encode(core_of(), server, [[i] for i in range(1, 101)], describe=True)
-    assert len(server.sizes) == 11  # 8 have failed, and 3 are in flight
+    assert len(server.sizes) == 11  # 8 messages have failed, and 3 have no reply yet
     assert server.wire.time == 200.0
     one = WireServer(crashing(set(range(1, 101))), max_request_sequences=1)
     with pytest.raises(ServerError):
@@ -605,10 +605,10 @@ def test_run_raises_an_error_of_all_inputs() -> None:
 
 
 def test_progress_is_called_while_a_message_waits_for_a_retry() -> None:
-    """An exception of `progress` can end the call, even if the server is unavailable."""
+    """The callback `progress` can end the call by an exception, even if the server is unavailable."""
     server = WireServer(failing([DOWN] * 50))
     core = core_of()
-    encode(core, WireServer(failing([])), [[1]])  # the server has answered before
+    encode(core, WireServer(failing([])), [[1]])  # the client now knows that the server exists
 
     def stop(done: int, total: int | None) -> None:
         assert (done, total) == (0, 2)

@@ -170,7 +170,7 @@ def test_results_are_copies_of_the_messages() -> None:
 
 @pytest.mark.parametrize("kind", ["multi_vector", "sparse"])
 def test_the_indices_of_an_answer_without_rows_are_empty(kind: OutputKind) -> None:
-    """One answer of a call has no rows. The indices of the other answer are not lost."""
+    """A reply to a call of two inputs has no rows. Each input gets an empty array of indices, not None."""
     response = response_of([np.ones((0, 1), np.float32)] * 2, 1)
     response.outputs[0].kind = pb.OUTPUT_KIND_SPARSE if kind == "sparse" else pb.OUTPUT_KIND_MULTI_VECTOR
     part = decode_response(response, Options((Output(kind),)), 2, describe=False)

@@ -1,4 +1,4 @@
-"""Runs the programs of clients/examples/python against real servers, and checks what they print."""
+"""Runs the programs of clients/examples/python against real servers, and checks the output."""
 
 import contextlib
 import os
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.system
 
 
 def environment(target: str = "") -> dict[str, str]:
-    """Return the environment of a program: no variables of encserve, except for the target."""
+    """Return the environment of a program. ENCSERVE_TARGET is its only variable for encserve."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ENCSERVE_")}
     return kept | ({"ENCSERVE_TARGET": target} if target else {})
 
 
 def printed(folder: Path, target: str, *command: str | Path) -> list[str]:
-    """Run Python with these arguments in `folder`, and return the lines of the output. Stderr must be empty."""
+    """Run Python in `folder` with the arguments `command`. Return the lines of stdout. Check that stderr is empty."""
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment(target), capture_output=True, text=True, check=False
     )
@@ -49,7 +49,7 @@ def printed(folder: Path, target: str, *command: str | Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A server with all-MiniLM-L6-v2, and two models that are made from it: `late` and `splade`."""
+    """A server with three models: all-MiniLM-L6-v2, and `late` and `splade`, which are made from all-MiniLM-L6-v2."""
     folder = tmp_path_factory.mktemp("trained")
     zoo, models = Zoo(folder), folder / "served"
     zoo.export(MODEL, models)
@@ -107,7 +107,7 @@ def test_output(name: str, trained: RealServer, tmp_path: Path) -> None:
     "count", [100_000, pytest.param(1_000_000, marks=[pytest.mark.weekly, pytest.mark.timeout(1800)])]
 )
 def test_many_texts_take_no_more_memory_than_few(count: int, tiny: Path, tmp_path: Path) -> None:
-    """If the program kept the vectors, the memory would grow by more than 100 bytes for each text."""
+    """The program must not keep all vectors in memory. Each vector would take more than 100 bytes."""
     peaks = []
     with real_server(tiny) as server:
         for number in (count // 5, count):
@@ -149,7 +149,7 @@ def test_no_call_fails_if_one_of_two_servers_dies(tiny: Path) -> None:
 
 
 def test_tls_and_key(tiny: Path, tmp_path: Path) -> None:
-    """The server takes the first key, and refuses the second key."""
+    """The program runs twice, with different keys. The server accepts the first key, and refuses the second key."""
     made = make_certificates(tmp_path)
     assert made.ca == tmp_path / "ca.pem"
     flags = [

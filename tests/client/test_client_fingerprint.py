@@ -97,7 +97,7 @@ async def test_every_request_has_the_expected_ids(caller: Caller, service: FakeE
 async def test_a_refused_id_has_a_separate_error_class(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """If the server refuses the expected value, the call raises SpaceError or FingerprintError.
+    """If the server refuses the expected id, the call raises SpaceError or FingerprintError.
 
     The client does not retry, because the server would refuse the call again.
     """
@@ -120,9 +120,9 @@ async def test_a_refused_id_has_a_separate_error_class(
 async def test_the_client_checks_ids_if_an_old_server_does_not(
     caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
 ) -> None:
-    """An older server ignores the expected value and replies.
+    """An older server ignores the expected space id or fingerprint, and replies.
 
-    The client compares the expected value with the value in the reply, and raises an error.
+    The client compares the expected value with the value in the reply, and raises an error if they differ.
     """
     client = caller.connect(**{f"expected_{what}": "mine"})
     message = f"^expected_{what}: mine is expected, but the answer has {getattr(service, what)[:4]}"

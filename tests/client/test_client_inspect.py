@@ -1,6 +1,6 @@
 """Tests of the method `inspect` of both clients.
 
-They test requests, results, malformed replies and failures.
+The tests cover requests, results, malformed replies and failures.
 """
 
 import asyncio
@@ -356,7 +356,7 @@ async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEnco
 
 
 async def test_layers_of_a_replaced_model_are_noticed(caller: Caller, service: FakeEncoder) -> None:
-    """The client remembers a model of 1 block, and then the server replaces the model by one of 2 blocks."""
+    """The client remembers a model of 1 block. The server then loads a model of 2 blocks, and the client notices."""
     service.model_info = pb.ModelInfo(n_layers=1)
     client = caller.connect()
     await caller(client.inspect, [5], attention=[0])

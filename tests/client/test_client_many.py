@@ -1,6 +1,6 @@
 """Tests of calls with one or many inputs.
 
-They test a single text, errors of single inputs, progress, read-only arrays, tokens and spans.
+The tests cover a single text, errors of single inputs, progress, writable arrays, tokens and spans.
 """
 
 import json
@@ -73,7 +73,7 @@ async def test_arrays_are_writable(caller: Caller, service: FakeEncoder, n: int)
 async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
     """A failed input of a stream has an error at its index.
 
-    The failed inputs are invalid, are refused by the server, or make the model fail.
+    An input fails if the client finds it invalid, if the server refuses it, or if the model fails for it.
     """
     service.max_request_sequences = size
 
@@ -104,7 +104,7 @@ async def test_a_failed_input_does_not_fail_the_others(caller: Caller, service: 
 
 
 async def test_all_refused_inputs_of_a_message_are_known_after_one_reply(caller: Caller, service: FakeEncoder) -> None:
-    """The server names all refused inputs in a trailer. The client sends the other inputs once more."""
+    """The server names all refused inputs in a trailer. The client sends the other inputs of the message once more."""
 
     async def name_all(request: pb.EncodeRequest) -> None:
         errors = [
@@ -310,7 +310,7 @@ def test_token_spans() -> None:
 
 
 async def test_a_sparse_vector_has_the_width_of_the_new_model(caller: Caller, service: FakeEncoder) -> None:
-    """The client remembers a model. The server then replaces the model with a model with a larger vocabulary."""
+    """The client remembers a model. The server then loads another model, which has a larger vocabulary."""
     service.model_info = pb.ModelInfo(sparse_width=10)
     client = caller.connect()
     await caller(client.embed, ["abc"], kind="sparse")

@@ -42,7 +42,7 @@ def requests_of(messages: list[Message]) -> list[pb.EncodeRequest]:
 
 
 def fit(inputs: list[pb.Input], limits: Limits) -> bool:
-    """Return whether one message may have these inputs."""
+    """Return whether `inputs` fit into one message."""
     costs = [cost_of(item, limits) for item in inputs]
     return (
         len(inputs) <= limits.max_sequences
@@ -101,7 +101,7 @@ def test_a_half_of_a_message_copies_only_its_own_inputs() -> None:
 
 
 def test_messages_are_made_one_at_a_time() -> None:
-    """The third input is invalid. `plan_messages` yields the messages of the other inputs before it raises an error."""
+    """The third input is invalid. `plan_messages` yields the first message, and raises an error only later."""
     limits = Limits(1, 2**31, 2**31, 512)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, limits)
     assert next(messages).indices == [0]
@@ -134,7 +134,7 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
 def test_a_message_is_limited_to_a_quarter_of_the_queue() -> None:
     """Each of four concurrent messages may have a quarter of `max_request_tokens`, so that all fit into the queue.
 
-    If the server does not send a limit, the client does not apply this limit.
+    The server sends no limit on the number of inputs, so the client does not limit this number.
     """
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)

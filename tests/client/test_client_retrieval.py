@@ -141,7 +141,7 @@ async def test_the_caller_can_choose_a_kind(caller: Caller, service: FakeEncoder
 async def test_the_model_lacks_what_the_call_asks_for(
     caller: Caller, service: FakeEncoder, lacking: dict[str, Any], options: dict[str, Any], problem: str
 ) -> None:
-    """The error uses the arguments of `embed`, and lists the allowed values. No input is sent."""
+    """The error names an argument of `embed`, and lists the allowed values. The client sends no input."""
     service.model_info = pb.ModelInfo(**lacking)
     client = caller.connect()
     with pytest.raises(InvalidRequestError) as caught:
@@ -195,7 +195,7 @@ def test_a_ranking_has_all_documents_with_the_best_first(query: Floats, document
 
 
 def sparse(*weights: float) -> SparseVector:
-    """Make a sparse vector. `weights` has the number of every index, also if the number is 0."""
+    """Make a sparse vector. `weights` has the weight of every index, and may contain zeros."""
     dense = np.array(weights, np.float32)
     return SparseVector(np.flatnonzero(dense).astype(np.uint32), dense[dense != 0], dense.size)
 
@@ -220,7 +220,7 @@ BY_DEFINITION: dict[Any, Callable[[Floats, Floats], float]] = {
 
 @given(ROWS, st.sampled_from(sorted(BY_DEFINITION)), st.booleans())
 def test_similarities_equal_their_definitions(rows: Floats, by: Any, is_sparse: bool) -> None:
-    """Row 0 is the query. The scores are equal for a list of documents, an array, and sparse weights."""
+    """Row 0 is the query. The documents are an array, a list of arrays, or sparse vectors; the scores are the same."""
     query, want = rows[0], [BY_DEFINITION[by](rows[0], row) for row in rows]
     rankings = [rank(query, rows, by), rank(query, list(rows), by), rank(query.astype(np.float16), rows, by)]
     if is_sparse:

@@ -1,6 +1,6 @@
 """Tests of retries and exceptions of the client.
 
-They test which failures the client retries, how long it waits, and which exception it raises.
+The tests cover which failures the client retries, how long it waits, and which exception it raises.
 """
 
 import grpc

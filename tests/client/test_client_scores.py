@@ -86,7 +86,7 @@ async def test_many_documents_go_in_several_messages(caller: Caller, service: Fa
 
 async def test_a_message_that_is_too_large_is_split(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
-    await caller(client.model)  # the client remembers the larger limit
+    await caller(client.model)  # the client stores the old limit
     service.max_request_sequences = 3
     assert await caller(client.rank, "q", TEXTS) == [(2, 15.0), (0, 5.0), (4, 5.0), (1, 1.0), (3, 0.0)]
 
@@ -126,7 +126,7 @@ def _sorted(arrays: list[Any]) -> list[Any]:
 async def test_many_vectors_go_in_several_messages(
     caller: Caller, service: FakeEncoder, kind: str, is_known: bool
 ) -> None:
-    """The client splits by the known limit, and splits again if the server has a smaller limit."""
+    """The client splits a call by the server's limit on inputs. If the limit gets smaller, the client splits again."""
     client, documents = caller.connect(), _kinds()[kind]
     if not is_known:
         await caller(client.model)

@@ -1,7 +1,7 @@
 """Tests of the logic of `stream`, with a fake connection and a fake clock.
 
-They test the order of results, how many inputs are read ahead, the size of messages, retries, and errors of single
-inputs.
+The tests cover the order of results, how many inputs are read ahead, the size of messages, retries, and errors of
+single inputs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -130,7 +130,7 @@ def test_a_call_fails_if_the_server_does_not_come_back() -> None:
 
 
 def test_a_rate_that_is_exceeded_delays_the_call() -> None:
-    """The server accepts two messages a second and refuses the others. No waiting message reaches the deadline."""
+    """The server accepts two messages a second, and refuses more. Each message succeeds before its deadline."""
     next_place = 0.0
 
     def encode(request: pb.EncodeRequest) -> Outcome:
@@ -148,9 +148,9 @@ def test_a_rate_that_is_exceeded_delays_the_call() -> None:
 
 
 def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
-    """The machine is suspended while a message waits for its retry, and the deadline passes.
+    """The clock jumps by 1,000 s while a message waits for its retry, as if the machine was suspended.
 
-    This message fails with DeadlineError. The other inputs get results.
+    The deadline of this message passes, so the message fails with DeadlineError. The other inputs get results.
     """
     failures = {2: DOWN, 3: Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.0)}
 
@@ -169,7 +169,7 @@ def test_a_timeout_during_an_outage_does_not_stop_other_messages() -> None:
 
 
 def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
-    """The caller takes 50 ms for each result. The wait before a retry stays the same."""
+    """The caller takes 50 ms for each result. A retry is still sent soon after the delay that the server asks for."""
     failures = [Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.0)]
     retried: list[float] = []
 
@@ -188,9 +188,9 @@ def test_a_retry_is_sent_in_time_although_the_caller_is_slow() -> None:
 
 
 def test_an_error_of_one_input_does_not_fail_its_neighbours() -> None:
-    """If inputs of a message are bad, the client sends the message again without them.
+    """If the server refuses an input of a message, the client sends the message again without the refused input.
 
-    The error text has the index of the input in the call. The text does not count attempts of the larger message.
+    The error names the index of the input in the call. The error does not say how often the message was sent.
     """
 
     def encode(request: pb.EncodeRequest) -> Outcome:

@@ -1,6 +1,6 @@
 """Tests of `stream` of both clients, with a real gRPC server.
 
-They test limits, lost connections, streams that the caller leaves early, and leaks.
+The tests cover limits, lost connections, streams that the caller leaves early, and leaks.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: Fa
 
 @pytest.mark.parametrize("caller", ["async"], indirect=True)
 async def test_an_async_iterable_that_is_cancelled_ends_the_stream(caller: Caller) -> None:
-    """The iterable waits for a task, and somebody cancels this task. The stream raises CancelledError."""
+    """The iterable of inputs waits for a task. The test cancels this task, and the stream raises CancelledError."""
 
     async def inputs() -> AsyncIterator[list[int]]:
         yield [1]

@@ -1,4 +1,4 @@
-"""If the caller has an OpenTelemetry trace context, the client sends this context with every call."""
+"""Tests that the client sends the caller's OpenTelemetry trace context with every call."""
 
 import subprocess
 import sys

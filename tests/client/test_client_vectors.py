@@ -1,6 +1,6 @@
 """Tests of calls with vectors as inputs.
 
-They test how messages contain vectors, how calls are split into messages, and which arrays are refused.
+The tests cover how messages contain vectors, how calls are split into messages, and which arrays are refused.
 """
 
 import sys
@@ -109,7 +109,7 @@ def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
 
 
 async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:
-    """`token_vectors`, `embed` and `run` accept vectors, also if a call needs several messages."""
+    """`token_vectors`, `embed` and `run` accept vectors, even if a call needs several messages."""
     service.max_request_sequences = 2
     service.model_info = pb.ModelInfo(input_kind=pb.INPUT_KIND_EMBEDDINGS)
     client = caller.connect()

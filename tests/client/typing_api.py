@@ -1,4 +1,4 @@
-"""Checks of the types in the client's API. mypy must infer these types. The file is never run."""
+"""Checks the types in the client's API. mypy must infer the types that this file asserts. No test runs the file."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
@@ -33,7 +33,7 @@ one_input: Input = embeddings
 
 
 def with_threads() -> None:
-    """The types of the sync client."""
+    """Check the types of the sync client."""
     tls = Tls(ca="ca.pem")
     with EncoderClient("host:1", tls=tls, retry=RetryPolicy(max_attempts=2), channel_arguments={"a": 1}) as client:
         assert_type(client, EncoderClient)
@@ -82,7 +82,7 @@ def with_threads() -> None:
 
 
 async def with_asyncio() -> None:
-    """The types of the async client."""
+    """Check the types of the async client."""
 
     async def texts() -> AsyncIterator[str]:
         yield "a"
@@ -99,7 +99,7 @@ async def with_asyncio() -> None:
 
 
 def handle(error: Exception) -> Any:
-    """The types of an error's attributes."""
+    """Check the types of an error's attributes."""
     if isinstance(error, OverloadedError):
         assert_type(error.retry_delay_seconds, float | None)
         assert_type(error.attempts, int)

@@ -69,5 +69,5 @@ def real_ids(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """Tiny models of all kinds. A model is written and exported when the first test needs this model."""
+    """Tiny models of all kinds. Each model is written and exported only when a test needs the model."""
     return Zoo(tmp_path_factory.mktemp("zoo"))

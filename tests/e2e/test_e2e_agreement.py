@@ -1,7 +1,7 @@
 """The server returns the same hidden states as PyTorch, for sequences of any length, alone and in batches.
 
 Most tests use all-MiniLM-L6-v2 and real texts. A golden checkpoint is a checkpoint in tests/data with stored outputs.
-The model's original code computed these outputs. In this file, golden checkpoints get vectors as inputs.
+The model's original code computed these outputs. The tests in this file send vectors to golden checkpoints.
 tests/export/test_export_graph.py tests golden checkpoints with token ids.
 """
 
@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
 
-# The largest allowed relative error of a token's hidden state. PYTORCH: compared with PyTorch. OTHER_BATCH: compared
-# with the same sequence in another batch.
+# The largest allowed relative error of a token's hidden state. PYTORCH applies to comparisons with PyTorch.
+# OTHER_BATCH applies to comparisons with the same sequence in another batch.
 PYTORCH, OTHER_BATCH = 5e-5, 1e-5
 # Sequence lengths in tokens: 1 to 16, some longer lengths, and lengths near the model's limit of 256.
 LENGTHS = sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 25)), 127, 128, 129, 200, 254, 255, 256})

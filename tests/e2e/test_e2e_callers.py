@@ -1,4 +1,4 @@
-"""Tests changes of the callers file under load, and reads of settings files that hang."""
+"""Tests of a server whose callers file changes under load, and of a server whose reads of settings files hang."""
 
 import itertools
 import sys
@@ -101,7 +101,7 @@ def file_of(*keys: str) -> str:
 
 
 def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
-    """A revoked key is refused within 2 s, and valid keys keep working."""
+    """The server refuses a revoked key within 2 s, and still accepts valid keys."""
     write_bundle(tmp_path / "models")
     valid, revoked = (make_key().replace("_", "a").replace("-", "b") for _ in range(2))
     file, link = tmp_path / "callers-1.toml", tmp_path / "callers.toml"
@@ -131,7 +131,7 @@ def test_a_key_is_revoked_under_load(tmp_path: Path) -> None:
         log = "".join(map(str, server.log))
     refusals = [line for line in server.log if line["message"] == "calls were refused, or failed"]
     assert sum(line["count"] for line in refusals) == sum(len(load.refused) for load in (*cut_off, *wrong))
-    assert 3 <= len(refusals) <= 10  # the first line at once, then one line per second
+    assert 3 <= len(refusals) <= 10  # the server logs a refusal at once, and then once per second
     assert valid not in log
     assert revoked not in log
 
@@ -158,7 +158,7 @@ main()
 
 @pytest.mark.parametrize("setting", ["--callers", "--api-key-file"])
 def test_calls_and_sigterm_work_while_a_read_hangs(tmp_path: Path, setting: str) -> None:
-    """A read of a file hangs. The log and a metric report the file. Calls are answered, and SIGTERM ends the server."""
+    """The log and a metric report a file whose read hangs. The server still answers calls, and ends after SIGTERM."""
     program = tmp_path / "encserve-server"
     program.write_text(HANGING)
     program.chmod(0o755)

@@ -52,7 +52,8 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys in front of both servers.
 
-    The start of an Envoy blocks a thread. The servers need this thread's event loop, so another thread starts Envoy.
+    The start of an Envoy blocks its thread. The servers need the event loop of the main thread, so another thread
+    starts the Envoys.
     """
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
@@ -137,7 +138,7 @@ async def test_waiting_calls_of_a_stopping_server_go_to_the_other(fakes: list[Fa
 
 
 async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Both servers refuse a call. Envoy tries both servers, and the caller gets the error message of one server."""
+    """Two servers refuse a call. Envoy tries the two servers, and the caller gets the error message of one of them."""
     for server in fakes:
         server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -190,7 +191,7 @@ async def test_envoy_passes_health_checks_but_no_health_watches(envoy: RealEnvoy
 
 
 async def test_a_client_calls_both_envoys(envoys: list[RealEnvoy]) -> None:
-    """A client with the addresses of both Envoys sends calls to both."""
+    """A client that knows the addresses of two Envoys sends calls to each of them."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.token_vectors(["hello"])

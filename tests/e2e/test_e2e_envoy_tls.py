@@ -148,7 +148,7 @@ async def test_envoy_refuses_invalid_tokens(deployment: Deployment) -> None:
         "no-token",
     ]
     for token in wrong:
-        assert (await deployment.post(token)).status_code in (401, 403)  # 403 if the token is for another audience
+        assert (await deployment.post(token)).status_code in (401, 403)  # 403 is for a wrong audience
         async with AsyncEncoderClient(deployment.target, tls=Tls(ca=deployment.ca), api_key=token) as client:
             with pytest.raises(AccessDeniedError):
                 await client.embed(["hello"])

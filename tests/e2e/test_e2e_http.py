@@ -27,7 +27,7 @@ def connect(server: RealServer) -> httpx.AsyncClient:
 
 
 async def test_too_many_calls_are_answered_or_refused(server: RealServer) -> None:
-    """Send too many calls, and cancel one call of five. All other calls get a reply or status 429.
+    """Send too many calls, and cancel every fifth call. All other calls get a reply or status 429.
 
     At the end, the queue is empty, and no request is in flight.
     """

@@ -1,6 +1,6 @@
 """Inspect returns the same attention as PyTorch. The last hidden states of Inspect equal the output of Encode.
 
-The exporter compares every inspection graph with PyTorch. tests/export/test_export_gates.py tests the exporter's
+The exporter also compares every inspection graph with PyTorch, and tests/export/test_export_gates.py tests this
 comparison.
 """
 
@@ -59,7 +59,8 @@ async def test_inspect_and_encode_return_the_same_last_hidden_states(
 def test_inspect_refuses_files_that_changed_after_the_start(tmp_path: Path) -> None:
     """The model's files change while the server runs. Inspect fails, but Encode returns the same vectors.
 
-    The server loads the inspection graph at the first Inspect call. After the old files are restored, Inspect works.
+    The server loads the inspection graph only at the first Inspect call. After the test restores the old files, Inspect
+    works.
     """
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:

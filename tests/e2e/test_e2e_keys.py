@@ -38,7 +38,7 @@ PART = 10
 
 
 def headers_of(key: str) -> Iterator[tuple[str, str]]:
-    """Headers that contain the key, in valid and invalid forms."""
+    """Yield headers that contain the key, in valid and invalid forms."""
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     for scheme in ("Bearer ", "bearer ", "Basic ", "Token ", "ApiKey ", ""):
         yield "authorization", scheme + key
@@ -58,7 +58,7 @@ def headers_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(key: str) -> list[str]:
-    """All substrings with PART characters. They come from the key, its digest, and its form in HTTP's Basic scheme."""
+    """Return all parts of PART characters of the key, of its digest, and of its form in HTTP's Basic scheme."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     digests = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
@@ -122,7 +122,7 @@ def call_http(server: RealServer, outputs: Outputs, key: str) -> None:
 
 
 def send_invalid_heads(server: RealServer, key: str) -> None:
-    """Send bad requests with a key to every port: invalid HTTP, too large, or with an incomplete body."""
+    """Send invalid requests with a key to every port: not HTTP, too large, or with an incomplete body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",

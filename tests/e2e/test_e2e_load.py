@@ -68,7 +68,7 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 async def test_a_cancelled_and_an_expired_call_do_not_disturb_62_callers(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """64 callers: one call is cancelled, and one exceeds its deadline. The others return the right hidden states."""
+    """Of 64 calls, one is cancelled, and one exceeds its deadline. The other calls return the right hidden states."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.token_vectors([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -106,7 +106,7 @@ async def test_calls_beyond_the_queue_limit_are_answered_or_refused(
 ) -> None:
     """Send about ten times as many tokens as fit into the queue. Every call ends with OK or RESOURCE_EXHAUSTED.
 
-    The memory does not grow, and the server continues to answer.
+    The server's memory does not grow, and the server continues to answer.
     """
     limit_tokens = 4096
     with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:

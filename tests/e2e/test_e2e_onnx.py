@@ -25,8 +25,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
-# Each file has the names of its inputs for token ids, mask and token types. The last name is the output with the hidden
-# states. "" means that the file has no such input.
+# The values are the names of a file's inputs for token ids, mask and token types, and the name of the output with the
+# hidden states. "" means that the file has no such input.
 FILES = {
     "by-hand": ("input_ids", "attention_mask", "", "rows"),
     "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),

@@ -34,7 +34,7 @@ def bfloat16_client(bfloat16_server: RealServer) -> Iterator[EncoderClient]:
 
 @pytest.fixture(scope="module")
 def sequences(real_ids: list[int]) -> list[list[int]]:
-    """Token ids of three parts of a real text. Each part gives one sequence for each length in LENGTHS."""
+    """Return token ids of a real text. Each of three parts of the text gives a sequence of each length in LENGTHS."""
     return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
 
 

@@ -20,8 +20,8 @@ from encserve_export.core.precision import Precision
 # the same limit for int8.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 EACH = pytest.mark.parametrize("precision", LEAST)
-# The lowest allowed cosine similarity in one precision: between a sequence alone and in a batch, and between Encode and
-# Inspect.
+# The lowest allowed cosine similarity of two outputs in the same precision. The tests compare a sequence alone with the
+# same sequence in a batch, and Encode with Inspect.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
@@ -34,8 +34,8 @@ DOCUMENTS = [
     "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
     "Yes.",
 ]
-# Two limits for each precision. The first is the largest allowed difference of a MaxSim score, divided by the query's
-# best score. The second is the lowest allowed cosine similarity of sparse weights.
+# Each precision has two limits. The first limit is the largest allowed difference of a MaxSim score, divided by the
+# query's best score. The second limit is the lowest allowed cosine similarity of sparse weights.
 RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 

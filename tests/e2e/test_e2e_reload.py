@@ -47,7 +47,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(drafts: Path) -> dict[str, list[Any]]:
-    """The hidden states of `INPUTS` for each version. ONNX Runtime computes one input at a time."""
+    """The expected hidden states of `INPUTS` for each version. ONNX Runtime computes one input at a time."""
     rows: dict[str, list[Any]] = {}
     for number in range(N_MODELS):
         session = InferenceSession(drafts / "m" / str(number) / "model.onnx", providers=["CPUExecutionProvider"])
@@ -71,7 +71,7 @@ def server(repository: Path) -> Iterator[RealServer]:
 
 
 def publish(drafts: Path, repository: Path, version: str) -> None:
-    """Put a version into the repository with one rename, as the exporter does."""
+    """Rename the folder of a version into the repository. The exporter also publishes with a rename."""
     (repository / "m").mkdir(exist_ok=True)
     shutil.copytree(drafts / "m" / version, repository / "m" / f".{version}", copy_function=os.link)
     (repository / "m" / f".{version}").rename(repository / "m" / version)

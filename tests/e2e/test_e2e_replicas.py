@@ -115,7 +115,7 @@ def test_no_call_fails_while_replicas_stop_and_restart(replicas: Replicas, targe
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both replicas answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
-    # Before `calm`, calls may be retried only while a replica stops or dies.
+    # Among the calls that ended before `calm`, only calls during the stop or the kill of a replica may have retries.
     for call in callers.calls:
         if call.attempts > 1 and call.ended < calm:
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping

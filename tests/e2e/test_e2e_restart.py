@@ -31,7 +31,7 @@ def stream(target: str) -> Any:
 
 @pytest.mark.parametrize("call", [embed, stream])
 def test_a_long_call_survives_a_restart(small_models: Path, want: Any, call: Callable[[str], Any]) -> None:
-    """The server is killed after 2,000 tokens."""
+    """The server is killed when it has computed 2,000 tokens."""
 
     def is_time(server: RealServer) -> bool:
         return server.metric("encserve_tokens_total") >= 2000

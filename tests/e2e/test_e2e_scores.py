@@ -15,9 +15,10 @@ from zoo import SPARSE_TEXTS, Way, Zoo
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 
-# Models with and without token types, and with the pooling of the last token.
+# The tests on OpenVINO use a model with token types, a model without token types, and a model that pools the last
+# token.
 ON_OPENVINO = ("bert-6", "roberta", "qwen3-yes-no")
-# Models without labels: dense, late interaction, and sparse.
+# These models have no labels, so `rank` compares their vectors: dense, late-interaction and sparse models.
 VECTORS = ("default-prompt", "fixed-unattended", "sum-log1p", "static-queries")
 DOCUMENTS = ["a cat sat", "warm mat", "this we like", "the cat on the mat", "passage : the cat"]
 
@@ -48,7 +49,7 @@ def client(models: Path) -> Iterator[EncoderClient]:
 def test_scores_equal_sentence_transformers(client: EncoderClient, directories: Path, name: str) -> None:
     """Compare the scores of 38 pairs and of texts, with each prompt and with the model's activation.
 
-    The pairs are compared in one call and alone.
+    The pairs are sent together in one call, and then one pair in each call.
     """
     row, directory = MODELS[name], directories / name
     pairs = [pair for pair in PAIRS if name not in ("qwen3", "gemma3") or pair != ("", "")]

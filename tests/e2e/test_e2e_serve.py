@@ -30,7 +30,7 @@ STAGES = ("downloading", "exporting", "checking")
 
 @dataclass
 class Machine:
-    """The caches of a machine, and the hub that the machine knows.
+    """A simulated machine, which has its own caches and uses a fake hub.
 
     Attributes:
         hub: The hub.
@@ -164,7 +164,7 @@ async def test_a_broken_connection_is_opened_again(machine: Machine, tmp_path: P
 
 
 async def test_an_offline_start_names_the_missing_file(machine: Machine, tmp_path: Path) -> None:
-    """First, the hub's cache is empty. Later, it has a snapshot without weights. No bundle exists."""
+    """The hub's cache is empty at first. Later, the cache has a snapshot without weights. No bundle exists."""
     with encserve_serve("owner/small", variables=machine.variables(offline=True), cwd=tmp_path) as it:
         assert "HF_HUB_OFFLINE=0 encserve pull owner/small --to models" in it.error()
     machine.hub.hold_after = 64 * 1024
@@ -198,11 +198,11 @@ async def test_a_full_disk_ends_in_one_line_and_leaves_nothing(minilm_machine: M
 async def test_a_start_goes_on_after_a_stop_in_any_stage(
     machine: Machine, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    """The exporter ends with the command. After Ctrl-C, the command removes the unfinished bundle.
+    """The exporter ends when the command ends. After Ctrl-C, the command removes the unfinished bundle.
 
-    After kill -9, the next start removes the bundle.
+    After kill -9, the next start removes the unfinished bundle.
 
-    In the first stage, the hub stops sending. The unfinished download stays for the next start.
+    In the stage "downloading", the hub stops sending. The unfinished download stays for the next start.
     """
     machine.hub.hold_after = 64 * 1024 if stage == "downloading" else None
     with encserve_serve("owner/small", variables=machine.variables(), cwd=tmp_path) as it:
@@ -280,7 +280,7 @@ async def test_pull_prepares_a_machine_without_network(machine: Machine, tmp_pat
 
 
 async def test_a_start_removes_the_temporary_folders_of_killed_servers(tmp_path: Path) -> None:
-    """The folder of a running server, and folders of other programs, stay."""
+    """The start keeps the temporary folders of running servers and of other programs."""
     temporary = tmp_path / "temporary"
     (temporary / "encserve-other").mkdir(parents=True)
     (temporary / "encserve-serve-file").touch()

@@ -55,7 +55,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
         load = Load(server, made)
 
         async def shown() -> bytes:
-            # If the machine is blocked for 10 s, this handshake may fail. A failure here does not matter.
+            # If the machine is blocked for 10 s, this handshake may fail. The test then makes another handshake.
             with contextlib.suppress(OSError):
                 return await asyncio.to_thread(served, server.http_port or 0, load.context)
             return b""
@@ -77,7 +77,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Callers over HTTP and gRPC, with a new connection for each call or with one connection.
+    """Callers over HTTP and gRPC. Some open a new connection for each call, and the others keep one connection.
 
     `calls` has the number of calls of each kind.
     """

@@ -41,7 +41,7 @@ def check(receiver: OtlpReceiver) -> None:
 
 
 def test_the_server_works_without_a_trace_receiver(tmp_path: Path) -> None:
-    """Start a server whose trace endpoint is port 9, without a listener. The server answers calls.
+    """Start a server whose trace endpoint is a port without a listener. The server answers calls.
 
     The server logs that spans could not be sent, and ends after SIGTERM.
     """

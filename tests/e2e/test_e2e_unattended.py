@@ -20,8 +20,8 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# With a window of 64 tokens, each token of these short sequences has an attended token in its window. If a token's
-# window has no attended token, the hidden state in transformers depends on the padding.
+# The window of local attention is 64 tokens, so each token of these short sequences has an attended token in its
+# window. Without an attended token in the window, the hidden state in transformers would depend on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(it, settings=it.settings | WINDOW) if "local_attention" in it.settings else it

@@ -160,7 +160,7 @@ def _dense(weights: list[dict[str, Any]], width: int) -> Array:
 def test_shortened_vectors_equal_the_library(zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool) -> None:
     """Shortened vectors equal the vectors of sentence-transformers, with and without l2_normalize.
 
-    The order is: the model's normalization, the cut, and then the normalization of the request (l2_normalize).
+    The server first normalizes a vector as the model says, then cuts it, and then normalizes it if l2_normalize is set.
     """
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)
@@ -268,7 +268,7 @@ def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(
 
 
 def _by_the_authors_code(directory: Path) -> Iterator[tuple[Array, Array, Array]]:
-    """Compute the outputs of BGE-M3 for each text, in the same way as FlagEmbedding's modeling.py.
+    """Compute the outputs of BGE-M3 for each text, with the same steps as FlagEmbedding's modeling.py.
 
     If a token id occurs several times, its sparse weight is the largest of the weights. Special tokens have the
     weight 0.

@@ -25,20 +25,20 @@ from tiny_bundle import write_bundle
 from encserve_proto.v1 import encoder_pb2 as pb
 
 SERVICE = "/encserve.v1.EncoderService/"
-# Prometheus needs time for a few scrapes. It also needs time to evaluate all rules twice,
-# because some rules read other rules.
+# Prometheus needs time for a few scrapes. Prometheus also needs time to evaluate all rules twice, because some rules
+# read the results of other rules.
 WAIT_SECONDS = 40
 # Values for Grafana's variables. A rate needs a window of several scrapes, so the interval is 5 s.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
 WITHOUT_DATA = "encserve_gpu_memory"  # without a GPU, this series does not exist
-# The keys are series that do not exist in these tests. Some exist only while an alert fires, and one exists only with
-# TLS. For each key, the tests look for the value instead. The values are series that always exist.
+# The keys are series that do not exist in these tests. For each key, the tests look for its value instead, which is a
+# series that exists in these tests.
 SUBSTITUTES = {
     f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for device in ("cuda", "auto")
 } | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # the key exists only with TLS
 FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
-LOAD = [  # after `Load` has made calls of each kind, all these series are above 0
+LOAD = [  # `Load` has made calls of each kind when all these series are above 0
     *(
         ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
         for method, codes in {
@@ -91,7 +91,7 @@ class Load:
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of these fill the queue
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 requests exceed the queue
                 bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
                 requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
@@ -192,7 +192,7 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
 def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
     """Alerts are soon pending, because the load violates the objectives.
 
-    In the texts of these alerts, Prometheus has replaced all templates by values.
+    In the texts of the pending alerts, Prometheus has replaced all templates by values.
     """
     ends = time.monotonic() + WAIT_SECONDS
     while not (alerts := prometheus.get("alerts")["alerts"]):

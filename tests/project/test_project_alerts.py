@@ -1,7 +1,7 @@
 """Tests of the rules and alerts of Prometheus.
 
-Each alert has a runbook in docs/reference/alerts.md and a promtool test in deploy/prometheus/tests. The rules and the
-dashboards have the same objectives.
+Each alert has a runbook in docs/reference/alerts.md and a promtool test in deploy/prometheus/tests. The tests also
+check that the rules and the dashboards have the same objectives.
 """
 
 import re
@@ -95,7 +95,7 @@ def test_rules_and_dashboards_have_the_same_objectives() -> None:
 
 
 def test_each_refusal_reason_belongs_to_the_server_or_the_caller() -> None:
-    """Each refusal reason counts as a failure of the server or as a fault of the caller, but not as both.
+    """Each refusal reason counts either as a failure of the server or as a fault of the caller.
 
     The recording rule of failed calls lists the failures of the server. The alert EncserveCallersRefused lists all
     faults of callers.

@@ -1,4 +1,4 @@
-"""Run commands and configurations of pages that `page_code` cannot run alone.
+"""Runs commands and configurations of the docs that the module `page_code` cannot run without changes.
 
 A test replaces only ports, addresses, paths and numbers of its page.
 """
@@ -55,12 +55,12 @@ def blocks(name: str, *languages: str) -> list[str]:
 
 
 def indented(name: str, program: str) -> list[str]:
-    """Return the lines of a page with a command of this program that is indented and not in a block."""
+    """Return the indented commands of a program on a page. Commands in fenced code blocks are not included."""
     return re.findall(rf"^    ({program} .*)$", page(name), re.MULTILINE)
 
 
 def served(command: str, models: Path) -> list[str]:
-    """Return the flags of a page's command `encserve-server` for `real_server`, on loopback and with a free port."""
+    """Return the flags of a page's command `encserve-server`, but with loopback as address and 0 as port."""
     program, option, repository, *flags = shlex.split(command)
     assert (program, option, repository) == ("encserve-server", "--model-repository", "models")
     replaced = {"8080": "0", "0.0.0.0": "127.0.0.1", "callers.toml": str(models.parent / "callers.toml")}  # noqa: S104
@@ -109,7 +109,7 @@ def test_ray_cluster(tmp_path: Path) -> None:
 
 
 def test_the_server_behind_a_proxy(tmp_path: Path) -> None:
-    """The server takes the caller's name from the proxy's header, and from no other caller's header."""
+    """The server takes the caller's name from a header of the proxy, and ignores this header from other callers."""
     write_bundle(tmp_path / "models", tokenizer=words())
     keys = {"proxy": "key-of-the-proxy", "search": "key-of-search"}
     entry = '[[caller]]\nname = "{}"\nkey_sha256 = ["{}"]\nproxy = {}\n'
@@ -128,7 +128,10 @@ def test_the_server_behind_a_proxy(tmp_path: Path) -> None:
 
 
 async def test_prometheus_scrapes_with_a_client_certificate(tmp_path: Path) -> None:
-    """The page's configuration names files in its own folder. `running_prometheus` also needs two more keys."""
+    """Prometheus scrapes the server with the page's configuration, which names certificate files in its own folder.
+
+    The test adds two keys to the configuration, because `running_prometheus` needs these keys.
+    """
     write_bundle(tmp_path / "models")
     made = make_certificates(tmp_path)
     (block,) = re.findall(r"^    scrape_configs:\n(?:    .*\n)+", page("docs/how-to/tls.md"), re.MULTILINE)
@@ -189,7 +192,7 @@ def test_the_service_of_systemd_gets_a_model_and_its_settings(tmp_path: Path) ->
     """Bring a model, start the server with the page's variables, and run its health check.
 
     `useradd`, `sudo`, `systemctl`, `systemd-run` and `journalctl` change this machine or need its init system. So the
-    test runs the programs that they start.
+    test does not run these commands, but runs directly the programs that the commands would start.
     """
     _, bring, promote, _, start, variables = blocks("docs/how-to/systemd.md", "sh")
     pull, copy = bring.splitlines()

@@ -1,4 +1,4 @@
-"""Tests that run the containers' commands. The Dockerfiles make folders, which replace the images.
+"""Runs the containers' commands without a container engine. Folders made from the Dockerfiles replace the images.
 
 As in a container, a command runs as user 10001, with a read-only root.
 """
@@ -20,7 +20,7 @@ from deploy_files import DEPLOY, ROOT, container_of, load, mounts, rendered
 from fake_hub import fake_hub
 from image_folders import Dockerfile, Stage
 
-# The image of the exporter has PyTorch, so its tests are weekly. pip takes minutes for an image.
+# pip takes minutes for an image, so the timeout is long. The exporter's image has PyTorch, so its tests are weekly.
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
 
 COMPOSE = load("../docker-compose.yml")["services"]
@@ -30,7 +30,8 @@ TEXTS = [
     "Stock markets fell sharply on Monday.",
 ]
 COSINES = [[1, 0.657, -0.054], [0.657, 1, 0.016], [-0.054, 0.016, 1]]  # from sentence-transformers
-# Runs in the container: starts its command, waits for the health check, asks for vectors, and stops the command.
+# This program runs in the container. The program starts the container's command, waits for the health check, asks for
+# vectors, and stops the command.
 DRIVER = """
 import json, signal, ssl, subprocess, sys, time, urllib.request
 command, health, url, texts, headers = json.loads(sys.argv[1])
@@ -46,14 +47,15 @@ vectors = [row["embedding"] for row in json.load(reply)["data"]]
 server.send_signal(signal.SIGTERM)
 print(json.dumps({"vectors": vectors, "status": server.wait(60)}))
 """
-# Runs in the container, and fails unless the page answers 200. The kubelet does not check certificates either.
+# This program runs in the container, and fails unless the page answers 200. The program does not check certificates,
+# because the kubelet does not check certificates either.
 HEALTHZ = """
 import ssl, sys, urllib.request
 context = ssl.create_default_context()
 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 urllib.request.urlopen(sys.argv[1], context=context)
 """
-# Runs in the container, and prints missing restrictions.
+# This program runs in the container, and prints the restrictions that the container should have and lacks.
 CONFINED = """
 import importlib.util, json, os
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -72,7 +74,7 @@ print(json.dumps(wrong))
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with PyTorch's wheel, if pip finds the wheel on this machine."""
+    """Return a folder with PyTorch's wheel, or an empty folder if pip does not find the wheel on this machine."""
     folder = tmp_path_factory.mktemp("dist")
     (torch,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     command = [
@@ -154,7 +156,7 @@ def test_the_server_of_compose(server_image: Stage, models: Path, tmp_path: Path
     volumes = {target: (folders[source], read_only) for source, target, read_only in mounts(service)}
     command = server_image.command("ENTRYPOINT")
     check_server(server_image, command, volumes, service["environment"], tmpfs=service["tmpfs"])
-    assert any(tmp_path.iterdir())  # the weights in the layout of the CPU's kernels
+    assert any(tmp_path.iterdir())  # the server has stored its prepacked weights
 
 
 def test_docker_run_with_a_flag(server_image: Stage, models: Path) -> None:
@@ -212,7 +214,7 @@ def test_the_server_of_kserve(server_image: Stage, models: Path, tmp_path: Path)
 
 @pytest.mark.weekly
 def test_the_export_of_compose(export_file: Dockerfile, server_image: Stage, tmp_path: Path) -> None:
-    """The service `export` writes the demo's model, without a network. The second time, it does nothing."""
+    """The service `export` writes the demo's model, without a network. A second run of the service does nothing."""
     service = COMPOSE["export"]
     image = export_file.stage(service["build"]["target"])
     command = [word.replace("$$", "$") for word in (*service["entrypoint"], *service["command"])]
@@ -228,7 +230,7 @@ def test_the_export_of_compose(export_file: Dockerfile, server_image: Stage, tmp
 
 @pytest.mark.weekly
 def test_the_init_container_of_kubernetes(export_file: Dockerfile, server_image: Stage, tmp_path: Path) -> None:
-    """The container downloads and exports the model. After that, it needs no hub."""
+    """The container downloads and exports the model. A second run of the container needs no hub."""
     pod = rendered()["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["initContainers"]
     image = export_file.stage()

@@ -19,7 +19,7 @@ def test_json_is_sorted_and_indented(name: str) -> None:
 
 
 def test_uids_and_titles() -> None:
-    """The dashboards have these uids and titles. A uid must never change, because links and bookmarks contain it."""
+    """The uids and titles do not change. Links and bookmarks contain the uids, so a new uid would break them."""
     titles = {name: (board["uid"], board["title"]) for name, board in DASHBOARDS.items()}
     assert titles == {
         "service": ("encserve-service", "Service"),

@@ -1,4 +1,4 @@
-"""Tests of docker-compose.yml, of the files of Envoy, and of the unit of systemd. They agree with the server."""
+"""Tests that docker-compose.yml, Envoy's configuration files and the systemd unit agree with the server."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def test_envoy_has_the_servers_limits() -> None:
     assert text.count(f"port_value: {DEFAULTS['grpc_port']} ") == 3
 
 
-# Compose
+# Tests of docker-compose.yml and of Envoy's files.
 
 
 @pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
@@ -155,7 +155,7 @@ def test_prometheus_with_tls() -> None:
     assert encrypted == plain
 
 
-# systemd
+# Tests of the systemd unit.
 
 
 def unit_values() -> dict[str, list[str]]:
@@ -168,7 +168,7 @@ def unit_values() -> dict[str, list[str]]:
 
 
 def test_the_unit_gives_the_server_its_folders() -> None:
-    """The settings exist, and name folders that systemd makes for the user of the unit."""
+    """The unit's settings are settings of the server, and name folders that systemd makes for the unit's user."""
     unit = unit_values()
     (variables,) = unit["Environment"]
     settings = environment_of({"environment": dict(word.split("=") for word in variables.split())})
@@ -184,7 +184,7 @@ def test_the_unit_gives_the_server_its_folders() -> None:
 def test_systemd_accepts_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
     """`systemd-analyze` finds no unknown key in the unit and the drop-ins of the pages.
 
-    It rates the exposure of the unit as docs/how-to/systemd.md says.
+    `systemd-analyze` gives the unit the exposure level that docs/how-to/systemd.md states.
     """
     analyze = shutil.which("systemd-analyze")
     if analyze is None and "CI" not in os.environ:

@@ -30,7 +30,7 @@ from encserve_server.statuses import UNKNOWN, Status
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))}
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
-# Pages without a limit of words. Readers look things up in these pages.
+# These pages have no limit of words, because users look things up in these pages and do not read them in full.
 REFERENCE = {page for page in PAGES if page.startswith("docs/reference/")}
 LONG = REFERENCE | {"RATIONALE.md", "CHANGELOG.md"}
 # The packages of the Python API. `__all__` of each package lists its public names.
@@ -50,7 +50,7 @@ def slugs(text: str) -> set[str]:
 
 
 def table_of(*head: str) -> dict[str, list[str]]:
-    """Return the rows of the one table whose head begins with these cells. The key of a row is the first cell."""
+    """Return the rows of the only table with the head cells `head`. The key of a row is the row's first cell."""
     found = [
         text.split(f"| {' | '.join(head)} |", 1)[1] for text in PAGES.values() if f"| {' | '.join(head)} |" in text
     ]
@@ -106,7 +106,7 @@ def make_targets() -> set[str]:
 
 
 def flags_of_tei() -> set[str]:
-    """Return the flags of text-embeddings-inference: the first column of the tables for a migration."""
+    """Return the flags in the first column of the tables for a migration from text-embeddings-inference."""
     cells = re.findall(r"^\|([^|]*)\|", PAGES["docs/how-to/migrate-from-tei.md"], flags=re.M)
     return set(re.findall(r"--[a-z-]+", " ".join(cells)))
 
@@ -169,7 +169,7 @@ def test_the_layouts_table() -> None:
 
 
 def test_the_table_of_shares() -> None:
-    """docs/explanation/overload.md has the numbers of the module `ledger`."""
+    """The table in docs/explanation/overload.md has the same numbers as the server's module `ledger`."""
     table = PAGES["docs/explanation/overload.md"]
     table = table[table.index("## What bounds a caller") : table.index("| a caller can make large |")]
     rows = {row.split("|")[1].strip(): row for row in table.splitlines() if row.startswith("| ")}

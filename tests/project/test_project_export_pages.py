@@ -1,4 +1,4 @@
-"""Runs the programs and commands of the pages about exports, with small models in place of the user's."""
+"""Runs the programs and commands of the pages about exports. Small models replace the models of the user."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def make():
 
 
 class Model(nn.Module):
-    """A user's encoder in the layout torch-native, with the settings of the page's config.json."""
+    """An example of a user's encoder. It has the layout torch-native, and the settings of the page's config.json."""
 
     def __init__(self) -> None:
         super().__init__()

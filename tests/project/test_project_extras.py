@@ -21,7 +21,7 @@ for module in missing.split(","):
 from encserve import commands
 getattr(commands, program.replace("-", "_"))()
 """
-# The modules of the command's extra that are large.
+# Large modules that the extra `cli` installs.
 LARGE = "rich,pyarrow,plotly"
 
 
@@ -41,8 +41,8 @@ def required(extra: str) -> set[str]:
 def test_the_modules_of_an_extra_are_in_its_distributions(extra: str) -> None:
     """Each distribution of an extra has a module in MODULES, and each module is in a distribution of the extra.
 
-    NumPy is not in MODULES, because the plain distribution requires NumPy. Extras that an extra contains have their own
-    modules.
+    NumPy is not in MODULES, because the plain distribution requires NumPy. If an extra contains another extra, MODULES
+    lists the modules of the other extra separately.
     """
     homes = dict(packages_distributions()) | {"google.rpc": ["googleapis-common-protos"]}
     listed = {canonicalize_name(home) for it in MODULES[extra] for home in homes[it]}
@@ -90,7 +90,7 @@ def test_other_modules_keep_their_error(missing: str | None) -> None:
         ("encserve-export", "click,torch", [], 'encserve-export needs torch: pip install "encserve[export]"'),
         ("encserve-export", "torch", ["hf", "x"], 'encserve-export needs torch: pip install "encserve[export]"'),
         ("encserve-export", "transformers", ["--version"], None),
-        # The verb imports the module while it runs.
+        # `encserve embed` imports pyarrow only when the command runs.
         (
             "encserve",
             "pyarrow",

@@ -1,4 +1,4 @@
-"""Tests of scripts/make_figures.py, and that each figure on a page is the figure of a measurement."""
+"""Tests of scripts/make_figures.py. The figures on the pages must equal the figures of the measurements."""
 
 import json
 import re
@@ -129,7 +129,10 @@ def test_a_comparison_without_latencies_has_no_column_for_them(tmp_path: Path) -
 
 
 def test_units_and_medians_of_other_parts(tmp_path: Path) -> None:
-    """`make figures` updates the pages after each change of the script. So only this test notices a wrong formula."""
+    """Check the numbers with figures that this test chooses.
+
+    If a formula in the script is wrong, `make figures` writes wrong numbers into the pages, and no other test fails.
+    """
     run = RUN | {"rounds": 2, "seconds": 5.0}
     figures = [(1, 100.0, 0.005), (1, 300.0, 0.007), (1, 800.0, 0.021), (64, 9000.0, 0.3)]
     points = [

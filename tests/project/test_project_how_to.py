@@ -1,4 +1,4 @@
-"""Run the commands and programs of the how-to pages about clients, with small models."""
+"""Runs the commands and programs of the how-to pages, with small models."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ def test_page(page: str, folder: Path, server: RealServer) -> None:
 
 
 def test_serve(tmp_path: Path) -> None:
-    """The page serves, pulls, and serves again. A folder with the checkpoint has the name of the model on the hub."""
+    """The commands of the page serve, pull, and serve again. A local folder replaces the model of the hub."""
     shutil.copytree(minilm_directory(), tmp_path / "sentence-transformers" / MODEL)
     with reader(tmp_path) as page:
         page.read("how-to/serve.md")
@@ -92,7 +92,10 @@ def test_migrate_from_tei(tmp_path: Path) -> None:
 
 
 def test_monitor(folder: Path) -> None:
-    """Prometheus starts with the configuration of the checkout, and a dashboard gets the format of the checkout."""
+    """Prometheus starts with the configuration in deploy/.
+
+    The page's command gives an exported dashboard the format of the dashboards in deploy/.
+    """
     need("prometheus")
     shutil.copytree(DOCS.parent / "deploy", folder / "deploy")
     dashboard = "deploy/grafana/dashboards/service.json"
@@ -125,7 +128,7 @@ def test_the_output_of_encode(folder: Path, server: RealServer) -> None:
 
 
 def test_shares_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job has two parts. The first two shares together write both parts."""
+    """The job has two parts. The page divides the job into shares, and the first two shares write both parts."""
     changes = {"models/NAME": f"models/{MODEL}"}
     for index in range(2):  # the job has two parts
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))

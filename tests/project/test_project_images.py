@@ -1,4 +1,4 @@
-"""Tests of the Dockerfiles, and of the versions that images install."""
+"""Tests of the Dockerfiles, and of the package versions that the images contain."""
 
 import re
 import tomllib
@@ -37,7 +37,7 @@ def test_constraints_have_a_version_for_each_requirement(extra: str) -> None:
 def all_of(extra: str) -> set[str]:
     """Return the names of the packages that an extra requires directly.
 
-    If the extra contains other extras, the packages of the other extras are included.
+    If the extra contains other extras, include the packages of the other extras.
     """
     found = list(map(Requirement, EXTRAS[extra]))
     inner = [name for it in found if it.name == "encserve" for name in it.extras]

@@ -73,7 +73,7 @@ OWN = rendered(
 RENDERINGS = {
     "plain": PLAIN, "secure": SECURE, "replicas": REPLICAS, "gpu": GPU, "everything": EVERYTHING, "own": OWN,
 }  # fmt: skip
-OPERATORS = {"PodMonitor", "PrometheusRule", "ScaledObject"}  # kinds that Kubernetes itself does not have
+OPERATORS = {"PodMonitor", "PrometheusRule", "ScaledObject"}  # kinds of resources that operators add to Kubernetes
 RUNTIME = load("kserve/serving-runtime.yaml")
 PULL_JOB = load("kubernetes/pull-job.yaml")
 RAY_JOB = load("kuberay/embed-rayjob.yaml")
@@ -91,11 +91,11 @@ def mounts_of(container: Any) -> dict[str, Any]:
     return {mount["name"]: mount for mount in container["volumeMounts"]}
 
 
-# The chart and its output
+# Tests of the chart and its output.
 
 
 def test_the_committed_output_is_current() -> None:
-    """deploy/kubernetes/encserve.yaml is the chart's output with the default values; `make manifests` writes it."""
+    """`make manifests` writes deploy/kubernetes/encserve.yaml, the chart's output with the default values."""
     committed = [it for it in yaml.safe_load_all((DEPLOY / "kubernetes/encserve.yaml").read_text()) if it is not None]
     assert {resource["kind"]: resource for resource in committed} == PLAIN
     kustomization = load("kubernetes/kustomization.yaml")
@@ -181,12 +181,12 @@ def test_kinds() -> None:
     assert rendered(networkPolicy={"enabled": False}).keys() == kinds - {"NetworkPolicy"}
 
 
-# The pod
+# Tests of the pod.
 
 
 @pytest.mark.parametrize("resources", RENDERINGS.values(), ids=RENDERINGS)
 def test_the_server_of_a_rendering(resources: dict[str, Any]) -> None:
-    """The settings exist. The server has time to stop. Ports, selectors and mounts agree."""
+    """The server knows each setting, and has enough time to stop. Ports, selectors and mounts agree."""
     server, pod = server_of(resources), pod_of(resources)
     given = DEFAULTS | settings_of(server)
     assert given.keys() == DEFAULTS.keys()
@@ -214,7 +214,7 @@ def test_the_server_of_a_rendering(resources: dict[str, Any]) -> None:
 
 
 def test_settings_of_every_kind_reach_the_server() -> None:
-    """The settings are booleans, lists, large numbers, fractions and strings. They replace the chart's defaults."""
+    """The settings are booleans, lists, numbers and strings. The settings replace the chart's defaults."""
     settings = settings_of(server_of(OWN))
     assert (
         settings.items()
@@ -243,7 +243,10 @@ def test_options_of_a_model_are_strings() -> None:
 
 
 def test_containers_can_write_where_they_must() -> None:
-    """A new volume belongs to root, so the pod has an fsGroup. /tmp and /cache exist. Servers only read bundles."""
+    """The pod has an fsGroup, because a new volume belongs to root. Pods can write to /tmp and /cache.
+
+    The server can only read bundles, but the container that pulls models can write bundles.
+    """
     pod, server = pod_of(PLAIN), server_of(PLAIN)
     (pull,) = pod["initContainers"]
     user = {pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")}
@@ -273,7 +276,7 @@ def test_models_are_pulled_in_order() -> None:
 
 
 def test_the_values_of_a_new_version_in_the_docs() -> None:
-    """With the values of the page, the next pod exports version 2."""
+    """With the values from docs/how-to/kubernetes.md, the init container exports version 2 of the model."""
     page = (ROOT / "docs/how-to/kubernetes.md").read_text()
     (lines,) = re.findall(r"^```yaml\n(models:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
     (pull,) = pod_of(rendered(**yaml.safe_load(lines)))["initContainers"]
@@ -281,7 +284,10 @@ def test_the_values_of_a_new_version_in_the_docs() -> None:
 
 
 def test_the_job_pulls_as_the_init_container_does() -> None:
-    """The job runs on the server's node. Its pods do not match the selectors of the server."""
+    """The job's container equals the init container. The job runs on the server's node, because both mount one volume.
+
+    The selectors of the server do not select the job's pods.
+    """
     template, pod = PULL_JOB["spec"]["template"], pod_of(PLAIN)
     job, (pull,) = container_of(PULL_JOB), pod["initContainers"]
     same = ("image", "env", "resources", "securityContext", "volumeMounts")
@@ -295,7 +301,7 @@ def test_the_job_pulls_as_the_init_container_does() -> None:
 
 
 def test_the_claim_fits_the_number_of_servers() -> None:
-    """If only one node can mount the volume, only one server runs. It is stopped before its successor starts."""
+    """If only one node can mount the volume, only one server runs, and stops before a new server starts."""
     assert PLAIN["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert PLAIN["Deployment"]["spec"]["replicas"] == 1
     assert PLAIN["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
@@ -330,7 +336,7 @@ def test_envoy_may_call_from_the_namespace_of_the_server() -> None:
     assert monitoring == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
 
-# Probes
+# Tests of the probes.
 
 
 def test_probes_ask_health_over_grpc() -> None:
@@ -354,7 +360,10 @@ def test_probes_wait_for_a_stalled_engine() -> None:
 
 
 def test_tls_and_keys() -> None:
-    """Files are mounted where the settings look for them. Probes use /healthz, which needs no client certificate."""
+    """The files of TLS and of callers are mounted at the paths in the settings.
+
+    Probes use /healthz, because this route needs no client certificate.
+    """
     server, settings = server_of(EVERYTHING), settings_of(server_of(EVERYTHING))
     assert settings_of(server_of(SECURE)).keys() == settings_of(server_of(PLAIN)).keys() | {
         "tls_cert_file", "tls_key_file", "callers",
@@ -368,11 +377,11 @@ def test_tls_and_keys() -> None:
     assert {port["appProtocol"] for port in SECURE["Service"]["spec"]["ports"]} == {"https"}
 
 
-# Metrics and autoscaling
+# Tests of metrics and autoscaling.
 
 
 def test_the_job_name_is_the_one_of_the_rules() -> None:
-    """The operator takes the job name from a label of the pods. The rules come from deploy/prometheus/rules."""
+    """The operator takes the job name "encserve" from a pod label. The chart's rules equal deploy/prometheus/rules."""
     monitor, rules = REPLICAS["PodMonitor"], REPLICAS["PrometheusRule"]
     labels = REPLICAS["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels[monitor["spec"]["jobLabel"]] == "encserve"
@@ -382,7 +391,7 @@ def test_the_job_name_is_the_one_of_the_rules() -> None:
         group for path in ("alerts", "recording") for group in load(f"prometheus/rules/{path}.yml")["groups"]
     ]
     (endpoint,) = REPLICAS["PodMonitor"]["spec"]["podMetricsEndpoints"]
-    # A pod has an address while its init container runs.
+    # A pod has an address even while its init container runs, so Prometheus must scrape only running pods.
     (running,) = endpoint["relabelings"]
     phase = "__meta_kubernetes_pod_phase"
     assert running == {"sourceLabels": [phase], "regex": "Running", "action": "keep"}
@@ -397,7 +406,7 @@ def test_the_job_name_is_the_one_of_the_rules() -> None:
 def test_the_autoscaler_uses_metrics_that_exist() -> None:
     """The query uses only metrics of the server and the pods of the release, and subtracts the tokens of bulk calls.
 
-    docs/how-to/kubernetes.md has the same query, for all pods.
+    docs/how-to/kubernetes.md has the same query without the limit to pods of the release.
     """
     scaler = REPLICAS["ScaledObject"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == REPLICAS["Deployment"]["metadata"]["name"]
@@ -415,7 +424,7 @@ def test_the_autoscaler_uses_metrics_that_exist() -> None:
     assert trigger["metadata"]["ignoreNullValues"] == "false"
 
 
-# Schemas of operators
+# Tests with the schemas of operators.
 
 
 def closed(schema: Any) -> Any:
@@ -431,7 +440,7 @@ def closed(schema: Any) -> Any:
 
 
 def schema_errors(name: str, resource: Any) -> list[str]:
-    """Check a resource with a schema in tests/data; return the errors.
+    """Check a resource with a schema in tests/data. Return the errors.
 
     kserve-serving-runtime.json is the CRD servingruntimes of KServe's commit aaac4e294, without descriptions and unused
     fields. The other schemas are written by hand: for KubeRay 1.7, for monitoring.coreos.com/v1 of the Prometheus
@@ -509,7 +518,7 @@ def test_the_schema_of_the_operator_accepts_tls() -> None:
     assert schema_errors("operator-pod-monitor.json", EVERYTHING["PodMonitor"]) == []
 
 
-# KServe and KubeRay
+# Tests of the files for KServe and KubeRay.
 
 
 def test_the_serving_runtime() -> None:

@@ -1,4 +1,4 @@
-"""Build the distribution, install each row of the table of extras into an empty environment, and use the row."""
+"""Builds the distribution, installs each row of the table of extras in an empty environment, and uses the packages."""
 
 import asyncio
 import json
@@ -59,12 +59,12 @@ class Environment:
         return run(self.bin / "python", "-m", "pip", "--disable-pip-version-check", *arguments)
 
     def install(self, *requirements: str | Path) -> None:
-        """Install requirements in the tested versions, and check that they fit together."""
+        """Install requirements in the tested versions, and check that the installed versions are compatible."""
         self.pip("install", "--quiet", "-c", ROOT / "constraints.txt", *requirements)
         self.pip("check")
 
     def packages(self) -> set[str]:
-        """Return the names of the installed distributions without pip's own."""
+        """Return the names of the installed distributions, except pip."""
         names = {it["name"].lower().replace("_", "-") for it in json.loads(self.pip("list", "--format=json"))}
         return names - {"pip", "setuptools"}
 
@@ -80,7 +80,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the source archive, and from the archive the wheel. Return their folder."""
+    """Build the source archive, and build the wheel from the archive. Return the folder of both files."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
@@ -88,7 +88,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder for an environment. After the test, remove the environment, which may have gigabytes."""
+    """Return a folder for an environment. After the test, remove the environment, because it may take gigabytes."""
     yield tmp_path / "environment"
     shutil.rmtree(tmp_path / "environment", ignore_errors=True)
 
@@ -161,7 +161,7 @@ def use_http(own: Environment, models: Path) -> None:
 
 
 def use_serve(own: Environment, models: Path) -> None:
-    """Serve a bundle, and run the printed curl line. The server accepts the line's text, although no word is known."""
+    """Serve a bundle, and run the printed curl line. The model's vocabulary lacks the words of the line's text."""
 
     async def call() -> None:
         command = (str(own.bin / "encserve"),)
@@ -250,8 +250,8 @@ def use_all(own: Environment, models: Path) -> None:
     use_jobs(own, models)
 
 
-# The test of each row of the table. The extra gpu needs a GPU, so pip only resolves its packages. All rows take a
-# quarter of an hour to install, so each change is tested with four rows.
+# These functions test the rows of the table. The extra gpu has no function, because gpu needs a GPU; pip only resolves
+# its packages. All rows take a quarter of an hour to install, so each change is tested with only four rows.
 ROWS_FOR_EACH_CHANGE = ("", "cli", "cpu", "cpu,http")
 USES: dict[str, Callable[[Environment, Path], None]] = {
     "": use_client,
@@ -299,7 +299,7 @@ def test_the_packages_for_a_gpu_resolve(environment: Environment, dist: Path, tm
 
 
 def find_python(version: str) -> str | None:
-    """Return the path of an interpreter. The programs of pyenv need the version in a variable."""
+    """Return the path of an interpreter. If pyenv installed the interpreter, PYENV_VERSION must name the version."""
     program, code = shutil.which(f"python{version}"), "import sys; print(sys.executable)"
     if program is None:
         return None
@@ -311,13 +311,13 @@ def find_python(version: str) -> str | None:
 @pytest.mark.weekly
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_another_python(version: str, folder: Path, dist: Path, models: Path, tmp_path: Path) -> None:
-    """The server and the command work with another Python. The CUDA builds of torch and ONNX Runtime fit together."""
+    """The server and the command work with another Python version. pip can resolve encserve[gpu,export] too."""
     python = find_python(version)
     if python is None and not os.environ.get("ENCSERVE_REQUIRE_PYTHONS"):
         pytest.skip(f"Python {version} is not installed")
     assert python is not None
     own = Environment(folder, python)
-    # The index's build of torch for Linux is for CUDA, and requires exact versions of NVIDIA's packages.
+    # PyPI's build of torch for Linux is for CUDA, and requires exact versions of NVIDIA's packages.
     names = resolved(own, "--find-links", dist, "encserve[gpu,export]", report=tmp_path / "report.json")
     assert {"torch", "onnxruntime-gpu", "nvidia-cublas"} <= names
     own.install("--find-links", dist, "encserve[cpu,http,tls,tracing,cli]")
@@ -358,7 +358,7 @@ def url(checkout: Path) -> Iterator[str]:
 @pytest.mark.weekly
 @pytest.mark.parametrize("pip", ["pip==23.2", "pip"])
 def test_the_three_ways_to_install(pip: str, environment: Environment, checkout: Path, url: str, dist: Path) -> None:
-    """An old and a current pip install the package from a checkout, from a repository and from wheels."""
+    """pip 23.2 and the newest pip can install the package from a checkout, from a repository and from wheels."""
     environment.pip("install", "--quiet", "--upgrade", pip)
     for way in ([f"{checkout}[cpu,cli]"], [f"encserve[cpu] @ git+{url}"],
                 ["encserve[cpu]", "--find-links", dist]):  # fmt: skip
@@ -384,20 +384,20 @@ def test_the_wheel_has_all_parts_with_their_types_and_data(dist: Path) -> None:
 
 
 def pip_lines() -> list[str]:
-    """Return each different `pip install` and `pip download` of the pages."""
+    """Return the different commands `pip install` and `pip download` on the pages."""
     text = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
     found = re.findall(r"\b(pip (?:install|download) [^`#\n]*[^`#\n ])", text)
-    return [it for it in dict.fromkeys(found) if "…" not in it]  # a message in a table has an ellipsis
+    return [it for it in dict.fromkeys(found) if "…" not in it]  # skip error messages, which have an ellipsis
 
 
 @pytest.mark.weekly
 def test_the_pip_lines_of_the_pages(environment: Environment, checkout: Path, url: str, dist: Path) -> None:
     """pip resolves each line in a checkout. Other tests install each extra, so this test installs nothing.
 
-    The test does not ask PyTorch's own index. The version on the page must be the tested version.
+    The test does not run lines with PyTorch's own index, but checks that such a line has the tested version.
     """
     shutil.copytree(dist, checkout / "dist")
-    (checkout.parent / "encserve").symlink_to(checkout)  # the name of the checkout in the image for Ray
+    (checkout.parent / "encserve").symlink_to(checkout)  # in the image for Ray, the checkout is named encserve
     for line in pip_lines():
         if "--index-url" in line:
             assert line.split()[2] in (ROOT / "constraints.txt").read_text().splitlines()

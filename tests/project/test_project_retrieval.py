@@ -1,4 +1,4 @@
-"""Run the code of the tutorials about search. The folders of small models have the names of models on the hub.
+"""Runs the code of the tutorials about search. Small models replace the models of the hub, under the same names.
 
 In the tutorial of late interaction and sparse search, each index must rank the texts like the client's function `rank`.
 """
@@ -20,8 +20,8 @@ from encserve_client import EncoderClient, SpaceError, rank
 
 pytestmark = pytest.mark.system
 
-# Each text has words from every model's vocabulary. The late-interaction model gives no vectors for the second text: it
-# skips all tokens of this text.
+# Each text has words from every model's vocabulary. The late-interaction model skips all tokens of
+# the second text, and so gives no vectors for this text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
@@ -34,7 +34,7 @@ SMALL_MODELS = {LATE: "kept-in-documents", SPARSE: "sum-log1p", "BAAI/bge-m3": "
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Run the tutorial of late interaction with small models, and yield its variables while the last server runs.
 
-    The page's last server has BGE-M3 only.
+    The last server on the page has only the model BGE-M3.
     """
     folder = tmp_path_factory.mktemp("search")
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
@@ -94,7 +94,7 @@ def folder(tmp_path: Path) -> Path:
 def test_semantic_search(folder: Path) -> None:
     """The code prints the output that the page shows.
 
-    A client that expects the space of another index gets an error.
+    A client that expects the space id of another index gets an error.
     """
     with reader(folder) as page:
         page.read("tutorials/semantic-search.md")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/how-to/troubleshoot.md"
 SOURCES = ("server/src", "clients", "export/src", "src")
 ANY = "…"  # replaces a value in a message
-# The operating system and gRPC write these parts of messages.
+# The operating system or gRPC writes these parts of messages, so our code does not contain them.
 OTHERS = ("--grpc-port", "Address already in use", "connection refused", "manifest.json", "message larger than max")
 
 

@@ -48,7 +48,10 @@ def test_code_names_and_questions_are_left_out(text: str, tmp_path: Path) -> Non
 
 
 def test_the_length_of_sentences(tmp_path: Path) -> None:
-    """Code, a list of codes, and a link count as their words. Each list item and each cell is a text."""
+    """Inline code and a list of inline codes count as one word each, and a link counts its words.
+
+    Each list item and each cell of a table is a separate text.
+    """
     words = " ".join(["word"] * (LONGEST - 2))
     lines = [f"- {words} `a b c` last.", f"- {words} `a`, `b`, `c` and `d` [last](page.md).", f"| {words} | {words} |"]
     assert problems(tmp_path / "page.md", "\n".join(lines)) == []
