@@ -15,14 +15,14 @@ from encserve_server.models.tokenizing import TextTokenizer
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run each test with a fixture `shared…` in its module's event loop, because the shared server runs there."""
+    """Run a test that uses a fixture `shared…` in its module's event loop, because the shared server runs there."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_waits() -> Iterator[None]:
-    """Shorten two pauses: between two health checks of the engine, and during a stop."""
+    """Shorten the pause between two health checks of the engine, and two pauses during a stop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._STOP_SECONDS", 0.1)
@@ -38,7 +38,7 @@ def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server with the module's `SHARED_SETTINGS`, for all tests of the module that do not change the server.
+    """Start one server with the module's `SHARED_SETTINGS`. All tests that do not change the server share this server.
 
     The engine is fake, unless the module has a `SHARED_BUNDLE` with the arguments of `write_bundle`.
     """
@@ -54,7 +54,7 @@ async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
-    """A function that starts a server with the given settings. All servers stop at the end of the test."""
+    """Return a function that starts a server with the given settings. All servers stop at the end of the test."""
     servers: list[FakeServer] = []
 
     async def start(*args: Any, **settings: Any) -> FakeServer:
@@ -68,13 +68,13 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
 
 @pytest.fixture
 async def server(request: pytest.FixtureRequest, start_server: StartServer) -> FakeServer:
-    """One server for one test, with the `SHARED_SETTINGS` of the test's module."""
+    """Start a server for one test, with the `SHARED_SETTINGS` of the test's module."""
     return await start_server(**settings_of(request))
 
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """A function that starts a server with a tiny bundle.
+    """Return a function that starts a server with a tiny bundle.
 
     The function takes the files of the bundle, the settings of the server, the engine, and parts of the manifest.
     """

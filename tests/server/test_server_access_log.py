@@ -112,7 +112,7 @@ def test_a_log_line_is_valid_json_for_every_model_name() -> None:
 
 
 class Unread(io.StringIO):
-    """A pipe without a reader: a write returns only after `release`."""
+    """A file like a pipe without a reader: each write waits for the event `release`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_lines_without_a_reader_are_lost_and_counted(caplog: pytest.LogCaptureFi
     log.on_lost = lost.append
     for i in range(100):
         log.put(f"{i}")
-    assert sum(lost) >= 90  # the thread may have written a few lines
+    assert sum(lost) >= 90  # the writing thread may have taken a few lines
     file.release.set()
     log.close()
     assert file.getvalue().count("\n") == 100 - sum(lost)
@@ -242,7 +242,7 @@ async def test_no_key_is_in_a_log_a_metric_a_trace_or_an_error(
         server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
         assert (await refusal(server.call("Encode", ENCODE, metadata=BEARER))).reason == "INTERNAL"
         count = len(headers) * 7 + 1
-        await server.app.stop()  # sends all spans and writes all log lines
+        await server.app.stop()  # a stop sends all spans and writes all log lines
         spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
         seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
         seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]

@@ -12,7 +12,7 @@ from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 LIMITS = st.integers(1, LIMIT)
-# An event is a number of tokens. Positive: a call with these tokens arrives. Negative: tokens leave the queue.
+# A positive event is the tokens of a call that arrives. A negative event is the tokens that leave the queue.
 EVENTS = st.lists(st.integers(1, LIMIT) | st.integers(-LIMIT, -1), max_size=60)
 
 
@@ -79,7 +79,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
 
     For each token that leaves, three tokens arrive. Tokens leave the queue one batch at a time.
     """
-    leaving = lengths.mean() / 3  # tokens that leave the queue per arriving call
+    leaving = lengths.mean() / 3  # for each arriving call, so many tokens leave the queue
     admission, queued, ready = Admission(limit), 0, 0.0
     taken = np.zeros(len(lengths), bool)
     for i, length in enumerate(lengths):

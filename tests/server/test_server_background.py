@@ -30,7 +30,8 @@ async def test_an_error_is_logged_once_and_the_work_continues(caplog: pytest.Log
         clock.advance(1.0)
     await task
     assert calls == 6
-    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2  # repeated equal errors are logged once
+    # Call 3 repeats the error of call 2, so only calls 2 and 5 log an error.
+    assert [it.levelname for it in caplog.records] == ["ERROR"] * 2
 
 
 async def test_an_event_ends_the_pause() -> None:
@@ -58,7 +59,7 @@ async def test_a_watch_survives_an_error(
 ) -> None:
     """A watch, which is a background task, logs an unexpected error and continues.
 
-    Without the watch, the number of slow requests would have no limit.
+    For example, without the watch of slow requests, the number of slow requests would have no limit.
     """
     original: Callable[[object], object] = getattr(kind, look)
     calls = 0

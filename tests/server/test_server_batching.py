@@ -72,7 +72,7 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """Take the next batch. Return the sequences of the batch (empty without a batch), and the whole `Taken` object."""
+    """Take the next batch. Return its list of sequences, which is empty without a batch, and the `Taken` object."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 
@@ -222,7 +222,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 300)), min_size=1, max_size=60), POLICIES)
 @example([10, 200, 11, 9], BatchPolicy(1000, 64, 0.2))
 @example([900, 900], BatchPolicy(512, 64, 1.0))
-@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after 38 and 38, only 30 is within the budget
+@example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # after 38 and 38, the batch has room for 30, but not for 40
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
 @example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) -> None:

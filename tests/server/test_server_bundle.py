@@ -50,7 +50,7 @@ def test_a_good_bundle_is_read(tmp_path: Path) -> None:
 
 
 def test_an_altered_file_is_refused(tmp_path: Path) -> None:
-    """A bundle is refused if a file has a changed bit, lacks a byte, is missing, or links to a file outside."""
+    """A bundle is refused if a file has a changed bit, lacks a byte, is missing, or is a link out of the bundle."""
     directory = write_bundle(tmp_path)
     data = (directory / "model.onnx").read_bytes()
     (directory / "model.onnx").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
@@ -65,7 +65,7 @@ def test_an_altered_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path: Path) -> None:
-    """If the graph named such a file, ONNX Runtime would read weights that are not verified."""
+    """If the graph named a file without a checksum, ONNX Runtime would read weights that are not verified."""
     directory = write_bundle(tmp_path)
     (directory / "weights.bin").write_bytes(b"anything")
     assert_refused(directory, "weights.bin: the manifest does not list this file")

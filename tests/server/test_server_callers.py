@@ -63,7 +63,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(start_server: StartServer, file: Path) -> Serve:
-    """A function that starts a server with an HTTP port and a callers file with the given text."""
+    """Return a function that starts a server with an HTTP port and a callers file with the given text."""
 
     async def start(text: str = SEARCH, **settings: Any) -> FakeServer:
         file.write_text(text)
@@ -74,7 +74,7 @@ def serve(start_server: StartServer, file: Path) -> Serve:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_callers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server whose callers file has the caller `search`, for tests that do not change the server."""
+    """Start a server whose callers file has the caller `search`. Tests that do not change the server share it."""
     directory = tmp_path_factory.mktemp("callers")
     (directory / "callers.toml").write_text(SEARCH)
     server = await start_fake_server(directory, callers=directory / "callers.toml", http_port=0)
@@ -206,7 +206,7 @@ async def test_a_refused_caller_keeps_its_connection(shared_callers: FakeServer,
     async with raw(shared_callers) as (reader, writer):
         for key, status in ((WRONG, b"401"), (WRONG, b"401"), (RIGHT, b"200"), (WRONG, b"401"), (RIGHT, b"200")):
             head = f"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\napi-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
-            waits = not is_together and key == WRONG  # the caller reads the reply before it sends the body
+            waits = not is_together and key == WRONG  # the caller reads the reply, then sends the body
             writer.write(head.encode() + (b"" if waits else body))
             answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
             assert answer.split()[1] == status
@@ -412,7 +412,7 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
     for path in ("/health", "/v2/models/tiny/ready", "/v1/models"):
         async with raw(server) as (reader, writer), asyncio.timeout(5):
             head = f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {2**20}\r\n\r\n"
-            writer.write(head.encode() + b"x" * (2**20 - 1))  # everything except the last byte
+            writer.write(head.encode() + b"x" * (2**20 - 1))  # the last byte of the body is missing
             assert (await reader.readline()).startswith(b"HTTP/1.1 413 "), path
             assert server.held_bytes() == 0
     async with connect(server) as client:
@@ -621,7 +621,7 @@ async def test_a_call_of_ids_that_ends_before_it_runs_costs_nothing(serve: Serve
 
 @pytest.mark.parametrize("method", ["Tokenize", "Inspect", "/tokenize"])
 async def test_tokenize_and_inspect_count_against_the_rate(serve: Serve, method: str) -> None:
-    """The cost of an inspection is its tokens, plus a cost for the returned numbers."""
+    """The cost of an inspection is the number of its tokens, plus a cost for the returned numbers."""
     server = await serve(entry("search", RIGHT, tokens_per_second=10))
     text = " ".join(["hello"] * 28)  # with [CLS] and [SEP], 30 tokens
     if method == "Tokenize":
@@ -653,7 +653,7 @@ async def test_a_refused_inspection_costs_nothing(serve: Serve) -> None:
 
 
 async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
-    """A caller may hold half of the slots.
+    """A caller may have at most half of the `max_inspections` open inspections.
 
     The second caller's inspection runs before the waiting inspections of the first caller.
     """
@@ -680,7 +680,7 @@ async def test_inspections_take_turns_between_callers(serve: Serve) -> None:
 async def test_tokenize_ends_when_the_tokens_so_far_have_no_room(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, reason: str, status: int
 ) -> None:
-    """The server tokenizes in pieces. Only the tokens of finished pieces count against the caller's rate."""
+    """The server tokenizes a few texts at a time. Only tokenized texts count against the caller's rate."""
     texts: list[str] = []
     real = TextTokenizer.tokenize
 

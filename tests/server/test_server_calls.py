@@ -212,7 +212,7 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
 
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a server with two places. Each slow request and each open stream takes one place."""
+    """Return settings of a server with two places. Each slow request and each open stream takes one place."""
     monkeypatch.setattr(ledger, "_LEAST_PLACES", 2)
     monkeypatch.setattr(ledger, "LOOK_SECONDS", 0.02)
     return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
@@ -344,8 +344,8 @@ async def test_callers_that_do_not_read_a_reply_lose_their_connection(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = connections.close_connections, asyncio.Event()
-    # No connection closes before all three replies are ready. Else the first caller would lose its connection too
-    # early on a slow machine.
+    # The server closes no connection before all three replies are ready. Otherwise, on a slow machine, the connection
+    # could close while the last reply is not ready.
     monkeypatch.setattr(connections, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # hidden states of 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
@@ -353,11 +353,12 @@ async def test_callers_that_do_not_read_a_reply_lose_their_connection(
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        # For a unary call, gRPC reads the reply before the caller asks for it. So the test declares a stream.
+        # In a unary call, the client's gRPC reads the reply at once. In a stream, the reply stays unread. So the test
+        # declares a stream.
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
         calls = [rpc(data) for _ in range(3)]
         await until(lambda: server.handled("OK") == 3)
-        held = 3 * 2 * 10_000_000 + 4.5 * MIB  # three replies of 10 MB, gRPC's copies, and the open stream
+        held = 3 * 2 * 10_000_000 + 4.5 * MIB  # three replies of 10 MB, gRPC's copy of each reply, and the open stream
         assert server.held_bytes() == pytest.approx(held, rel=0.01)
         assert server.in_flight() == 4  # the three calls and the stream
         all_held.set()
@@ -391,7 +392,7 @@ async def test_the_timeout_of_a_reply_grows_by_a_second_per_mib() -> None:
 
 
 async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:
-    """There may be fewer descriptors than before, because descriptors of earlier tests may be closed meanwhile."""
+    """After the search, no new descriptor is open. Descriptors of earlier tests may have been closed meanwhile."""
     before = set(connections._FDS.iterdir())
     for _ in range(5):
         connections.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
@@ -429,7 +430,7 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
         await call.write(stream_request(str(i), ids))
     await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
     await read_all(call)
-    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # only the stream itself ends with OK
+    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # the stream; its good requests are not counted
     assert server.handled("InvalidArgument", "EncodeStream") == 2
     assert server.handled("NotFound", "EncodeStream") == 1
     assert server.rpc_sample("started_total", "EncodeStream") == 1
@@ -533,7 +534,7 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the name of a function each time the function copies contents of a request."""
+    """Return a list that gets the name of a function each time the function copies contents of a request."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Tests of large calls, in all protocols: a call in parts gets the same reply as a call in one piece."""
+"""Tests of large calls, in all protocols: a call that runs in parts gets the same reply as without parts."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ INPUT_UNITS = (0, pb.OFFSET_UNIT_CODE_POINTS, pb.OFFSET_UNIT_UTF8_BYTES, pb.OFFS
 
 
 def cut_into_small_parts(patch: pytest.MonkeyPatch) -> None:
-    """Prepare three inputs at a time, and run each sequence as a part."""
+    """Let the server prepare three inputs at a time, and run each sequence as a separate part."""
     patch.setattr("encserve_server.models.inputs._PIECE_INPUTS", 3)
     patch.setattr("encserve_server.models.parts._QUEUE_SHARE_DIVISOR", 10**9)
 
@@ -84,7 +84,10 @@ async def reply_of(server: FakeServer, request: pb.EncodeRequest) -> bytes:
 async def test_a_reply_in_parts_equals_the_reply_in_one_piece(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Both replies have the same bytes, and the same size for the limit of replies."""
+    """A call has the same reply with parts and without parts.
+
+    The limit of replies also counts the same size for both replies.
+    """
     kinds = every_kind()
     server = await serve(kinds.pop("files"), {"max_batch_sequences": 1}, **kinds)
     sizes: list[int] = []
@@ -102,7 +105,8 @@ async def test_a_reply_in_parts_equals_the_reply_in_one_piece(
         with monkeypatch.context() as patch:
             cut_into_small_parts(patch)
             assert await reply_of(server, request) == whole, request
-    assert len(sizes) > 40  # some requests exclude special tokens of ids, which the model refuses
+    # The model refuses requests with ids that exclude special tokens. A refused request adds no size.
+    assert len(sizes) > 40
     assert sizes[::2] == sizes[1::2]
     await until(lambda: server.held_bytes() == 0)
 
@@ -140,7 +144,7 @@ async def test_an_error_in_parts_equals_the_error_in_one_piece(
 
 
 def count_sequences() -> int:
-    """Return the number of sequences in memory. Other tests may have left some."""
+    """Return the number of sequences in memory, including sequences that other tests have left."""
     return sum(type(it) is TokenSequence for it in gc.get_objects())
 
 
@@ -165,7 +169,7 @@ async def test_a_failed_call_in_parts_leaves_nothing_in_memory(
 async def test_padded_tensors_in_parts_equal_those_in_one_piece(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    """With padding, each sequence takes as many bytes as the longest sequence. This sequence may be in any part."""
+    """With padding, each sequence takes as many bytes as the longest sequence, which may be in any part."""
     kinds = every_kind()
     server = await serve(kinds.pop("files"), {"max_batch_sequences": 1}, **kinds)
     names = {
@@ -244,7 +248,7 @@ async def test_a_call_whose_deadline_passes_releases_all_resources(start_server:
 
 
 async def test_an_open_inference_call_of_more_tokens_than_the_queue_runs_in_parts(start_server: StartServer) -> None:
-    """The statistics count the call once."""
+    """The statistics count the call once, although the call runs in several batches."""
     server = await start_server(FakeEngine(D_MODEL), http_port=0, **SMALL_QUEUE)
     ids = np.full((MANY, 32), 7)
     await infer(server, input_ids=ids, outputs=["embedding"])

@@ -140,7 +140,7 @@ def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest
 
 
 def test_products_of_8_bits_are_exact() -> None:
-    """Matrix products of 8-bit numbers are exact with our session options.
+    """Matrix products of 8-bit numbers are exact with the session options of the server.
 
     By default, on x86 CPUs without VNNI, ONNX Runtime cuts the sum of two 8-bit products to the range of 16 bits.
     """
@@ -242,11 +242,11 @@ print(resident_bytes() - before)
 
 @pytest.mark.system  # starts a process
 def test_the_runtime_frees_memory_and_sends_no_reports(bundle: Bundle, tmp_path: Path) -> None:
-    """After the run of a long sequence, only the hidden states stay in memory. The run has two tensors of 128 MB.
+    """After the run of a long sequence, only the hidden states stay in memory. The run needs two tensors of 128 MB.
 
     The home directory stays empty. By default, ONNX Runtime would write an identifier there and send usage reports.
     """
-    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # leaves out the variables that pytest sets
+    names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # without the variables that pytest sets
     environment = {name: os.environ[name] for name in names if name in os.environ} | {"HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, str(bundle.graph.path.parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

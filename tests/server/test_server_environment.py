@@ -18,7 +18,7 @@ from encserve_server.settings import SECTIONS, Settings
 from encserve_server.telemetry import logs
 
 SETTINGS = {f"ENCSERVE_{name.upper()}" for name in Settings.__dataclass_fields__}
-# If a namespace has the services encserve and encserve-http, Kubernetes sets these variables in each of its pods.
+# If a namespace has services encserve and encserve-http, Kubernetes sets these variables in each pod there.
 KUBERNETES = {
     "ENCSERVE_SERVICE_HOST": "10.0.0.1",
     "ENCSERVE_SERVICE_PORT": "50051",
@@ -115,7 +115,7 @@ def test_variables_of_kubernetes_are_ignored() -> None:
 
 @pytest.mark.parametrize("port", ["grpc", "http", "metrics"])
 def test_a_service_with_the_name_of_a_port(start: Starts, port: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The server ignores a port variable that Kubernetes has set for a service, and logs a line about it.
+    """The server ignores a port variable that Kubernetes has set for a service, and logs a line about the variable.
 
     For a service named encserve-http, Kubernetes sets ENCSERVE_HTTP_PORT in every pod of the namespace.
     """
@@ -204,7 +204,7 @@ def test_logged_settings_hide_the_user_of_a_url(tmp_path: Path) -> None:
 
 
 def test_the_help_lists_the_options_under_headings() -> None:
-    """The commonest ten options come first. Each setting with a flag is under one heading, within 80 columns."""
+    """The ten most common options come first. Each setting with a flag is under one heading, within 80 columns."""
     shown = CliRunner().invoke(main, ["--help"], env={"COLUMNS": "80"}).stdout
     assert max(map(len, shown.splitlines())) <= 80
     places = [shown.index(f"\n{title}:\n") for title in SECTIONS]

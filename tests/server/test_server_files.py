@@ -57,7 +57,7 @@ def test_a_link_and_the_largest_file_are_read(path: Path) -> None:
 
 
 class Watch:
-    """Watched files with a fake clock. `events` has the contents of each change, or the problem."""
+    """Watched files with a fake clock. For each change, `events` has the new contents or the problem."""
 
     def __init__(self, *paths: Path) -> None:
         self.clock = FakeClock()
@@ -66,7 +66,7 @@ class Watch:
         self.events: list[Contents | str] = []
 
     async def look(self, meanwhile: Callable[[], object] = lambda: None) -> list[Contents | str]:
-        """Check the files once. If the files have changed, call `meanwhile` during the pause. Return the events."""
+        """Check the files once, and return the events. If the check finds a change, `meanwhile` runs in its pause."""
         look = asyncio.create_task(self._look())
         await until(lambda: look.done() or self.clock.sleepers)
         meanwhile()
@@ -108,14 +108,14 @@ async def test_an_incomplete_file_is_not_a_change(path: Path) -> None:
     path.write_bytes(b"ha")
     assert await watch.look(lambda: path.write_bytes(b"half")) == []
     path.unlink()
-    assert await watch.look(lambda: path.write_bytes(b"whole")) == []  # replaced in two steps
+    assert await watch.look(lambda: path.write_bytes(b"whole")) == []  # removed, then written again
     path.write_bytes(b"other")
     assert await watch.look() == [(b"other",)]
 
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let reads hang until the event is set, as on a network disk whose server is down."""
+    """Let reads hang while the event is not set, as on a network disk whose server is down."""
     ends, read = threading.Event(), files.read_small
 
     def hanging_read(path: Path) -> bytes:
@@ -135,7 +135,7 @@ def reading_threads() -> int:
 async def test_a_hanging_read_is_reported_until_the_read_ends(
     path: Path, hang: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop continues. No second thread starts while the first read hangs."""
+    """While a read hangs, the event loop continues, and no second reading thread starts."""
     path.write_bytes(b"a")
     watch = Watch(path)
     hang.clear()

@@ -1,4 +1,4 @@
-"""The lines that `encserve serve` prints when it serves: addresses, and a command that works as it is."""
+"""Tests of the lines that `encserve serve` prints: addresses, and a command that a person can run unchanged."""
 
 import dataclasses
 import shlex
@@ -82,7 +82,7 @@ async def test_without_http_the_command_is_encserve(start_server: StartServer) -
 
 
 async def test_keys_and_certificates_are_in_the_command(start_server: StartServer) -> None:
-    """The key itself is not printed."""
+    """The command reads the key from an environment variable. The key itself is not printed."""
     server = await start_server(**HTTP)
     files = {"tls_cert_file": Path("server.pem"), "tls_key_file": Path("server.key")}
     lines = lines_of(server, api_key="a-secret-key-of-16", host="0.0.0.0", **files)  # noqa: S104

@@ -81,9 +81,10 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 
 async def test_connections_with_calls_stay_longer_than_silent_ones(start_server: StartServer) -> None:
-    """Beyond the limit, the server looks at the connections without an accepted call, and closes the longest idle one.
+    """Beyond the limit, the server closes the longest idle connection of all connections without an accepted call.
 
-    A health check ends the idle time. A connection with an accepted call stays even if it has been idle for longest.
+    After a health check, the idle time of its connection begins again. A connection with an accepted call stays even
+    if the connection has been idle for longest.
     """
     server = await start_server(max_connections=3)
     await server.encode([1])
@@ -102,7 +103,8 @@ async def test_a_new_connection_may_have_the_port_of_an_earlier_one(start_server
     address = await check_health(port)
     async with Silent(server) as silent:
         await silent.open(4, remaining=3, local_addr=OTHER_ADDRESS)
-        # After these connections, all silent connections are younger than the health check.
+        # Now the server knows that all open connections began after the health check. So the server would close the
+        # last connection first if the last connection counted as idle since the check.
         await silent.open(3, remaining=3, local_addr=OTHER_ADDRESS)
         await silent.open(1, remaining=3, local_addr=address)
         assert not silent.ended[-1].done()
@@ -131,7 +133,7 @@ class Silent(AsyncExitStack):
 
 
 async def check_health(port: int) -> tuple[str, int]:
-    """Make a health check, and reset the connection. Return the address of the connection, which is free again."""
+    """Make a health check, and reset the connection, so that its address is free again. Return the address."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=OTHER_ADDRESS)
     address: tuple[str, int] = writer.get_extra_info("sockname")
     connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -168,7 +170,8 @@ async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
 ) -> None:
     server = await start_server(FakeEngine(500_000))  # replies of 20 MB, larger than any socket buffer
     data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
-    # gRPC reads the reply of a unary call before the caller asks for the reply. So the test declares a stream.
+    # In a unary call, the client's gRPC reads the reply at once. In a stream, the reply stays unread. So the test
+    # declares a stream.
     rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")
     for answered in range(1, 4):
         call = rpc(data)
@@ -286,4 +289,4 @@ async def test_an_idle_server_refuses_calls_before_it_stops(
     failed = await refusal(server.encode([1]))
     assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert await stopping
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # the fixture stops the server again
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # no pause when the fixture stops the server

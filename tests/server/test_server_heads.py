@@ -234,7 +234,7 @@ async def test_a_query_longer_than_an_inspection_may_be_is_refused(serve: Serve,
 async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
     """OpenVINO returns the expected vectors for a batch of two queries.
 
-    The server adds unattended tokens to the short query only.
+    The server adds tokens to the short query only. No token attends to the added tokens.
     """
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
     query = manifest_pb2.TaskSettings(expansion=expansion)

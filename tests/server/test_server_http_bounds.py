@@ -1,4 +1,4 @@
-"""Limits of the HTTP port: pipelined requests, chunks, connections, inputs per body, and bytes of all callers."""
+"""Tests of the HTTP port's limits: pipelined requests, chunks, connections, inputs of a body, bytes of all callers."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ def deliver(connection: Connection, data: bytes) -> None:
 
 
 async def test_a_read_of_a_connection_is_bounded() -> None:
-    """The event loop reads a large body in parts. Between the parts, it reads from other connections."""
+    """The event loop reads a large body in parts. Between the parts, the loop reads from other connections."""
     connection, _ = connected()
     assert len(connection.get_buffer(2**20)) == TURN_BYTES
 
@@ -257,14 +257,17 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
 
 
 async def test_a_new_connection_replaces_a_silent_one(start_server: StartServer) -> None:
-    """At the limit of connections, a new connection replaces the oldest connection that has had no accepted call."""
+    """At the limit of connections, a new connection replaces a connection that has had no accepted call.
+
+    The server chooses the connection that has been idle for longest.
+    """
     server = await start_server(http_port=0, max_connections=4)
     async with contextlib.AsyncExitStack() as stack:
         known_reader, known_writer = await stack.enter_async_context(raw(server))
         known_writer.write(ONE)
         assert (await known_reader.readline()).startswith(b"HTTP/1.1 200")
         silent = [await stack.enter_async_context(raw(server)) for _ in range(20)]
-        silent[-1][1].write(b"POST /embed HTTP/1.1\r\nhost:")  # half of a head
+        silent[-1][1].write(b"POST /embed HTTP/1.1\r\nhost:")  # an incomplete head of a request
         for _ in range(3):
             assert (await post(server, "/embed", TEXT)).status_code == 200
         for reader, _ in silent[:17]:

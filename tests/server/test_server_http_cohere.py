@@ -97,7 +97,7 @@ async def test_input_types_are_tasks(serve: Serve) -> None:
 async def test_truncation(shared: FakeServer) -> None:
     """By default, the server truncates a text at the end, to the model's longest sequence or to `max_tokens`.
 
-    With NONE, the server refuses a longer text.
+    If `truncate` is NONE, the server refuses a longer text.
     """
     long: dict[str, Any] = {"texts": ["hello " * 40, "new"]}
     for fields, tokens in (({}, 32), ({"truncate": "END"}, 32), ({"max_tokens": 5}, 5), ({"max_tokens": 99}, 32)):

@@ -67,7 +67,7 @@ async def test_the_error_has_the_index_of_the_bad_input(start_server: StartServe
     ]
     async with connect(server) as client:
         for wrong, place, problem in bad:
-            inputs: list[Any] = [[5, 6]] * 1100  # three parts
+            inputs: list[Any] = [[5, 6]] * 1100  # the server splits this request into three parts
             inputs[at] = wrong
             error = (await client.post(TEI, json={"inputs": inputs, "truncate": False})).json()["error"]
             assert error.startswith(f"inputs{place}: ")
@@ -214,7 +214,7 @@ async def test_a_later_part_waits_for_room() -> None:
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
-    """A call fails if the queue is full for its first part, or stays full for a later part for 30 s."""
+    """A call fails if its first part finds the queue full, or if a later part finds no room in the queue for 30 s."""
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)

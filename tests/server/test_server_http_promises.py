@@ -172,7 +172,7 @@ async def test_an_offer_of_http_2_is_answered_with_http_1(shared: FakeServer, pa
 async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
     """If a second request follows an offer of HTTP/2 immediately, the server answers only the first request.
 
-    Then the server closes the connection, and the caller sends the second request again.
+    Then the server closes the connection, so that the caller can send the second request again.
     """
     async with raw(shared) as (reader, writer):
         writer.write(OFFERING * 2)
@@ -267,7 +267,7 @@ async def test_requests_before_the_models_are_loaded(tmp_path: Path) -> None:
 
 
 async def test_a_stop_answers_the_requests_in_flight(server: FakeServer) -> None:
-    """During a stop, the server answers running requests and refuses new requests. Then it closes the port."""
+    """During a stop, the server answers running requests and refuses new requests. Then the port closes."""
     server.engine.hold()
     calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
     await until(lambda: server.in_flight() == 30)

@@ -49,13 +49,13 @@ async def ask(server: FakeServer, path: str, body: Any) -> Any:
 
 
 def check_ranks(results: list[dict[str, Any]], want: Any, name: str = "relevance_score") -> None:
-    """Check that results have the scores `want`, (documents,), of the documents, the largest first."""
+    """Check the scores of the results, the largest first. `want` has the scores of all documents, (documents,)."""
     assert [it["index"] for it in results] == ORDER[: len(results)]
     np.testing.assert_allclose([it[name] for it in results], want[ORDER][: len(results)], rtol=1e-5)
 
 
 async def serve_raw(serve: Serve) -> FakeServer:
-    """Start a server with a cross-encoder whose own scores are its logits."""
+    """Start a server with a cross-encoder that has no activation, so its scores are logits."""
     return await serve(FILES, HTTP, scores=scores(activation=manifest_pb2.ACTIVATION_NONE))
 
 
@@ -353,7 +353,7 @@ async def test_labels_are_predicted_as_text_embeddings_inference_does(serve: Ser
 
 
 async def test_labels_are_predicted_as_huggingface_hub_reads_them(serve: Serve) -> None:
-    """With `parameters`, as huggingface_hub sends them, the reply has a list for each text."""
+    """huggingface_hub sends a field `parameters`. With this field, the reply has a list for each text."""
     server = await serve_classifier(serve)
     logits = logits_of([[BEGIN, *IDS[0], END]], labels=3)
     functions = {"softmax": softmax(logits), "sigmoid": sigmoid(logits), "none": logits}

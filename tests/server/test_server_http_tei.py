@@ -1,4 +1,4 @@
-"""Tests of other routes of text-embeddings-inference: /similarity, /ping, /info, and truncation on the left."""
+"""Tests of routes of text-embeddings-inference: /similarity, /ping and /info. Also tests of truncation on the left."""
 
 import asyncio
 import logging

@@ -47,7 +47,7 @@ def tensors_of(parts: list[pb.InspectResponse]) -> list[Any]:
 
 
 def layers(kind: InspectKind, numbers: range | list[int], *shape: int) -> Any:
-    """Return the stacked arrays that the fake inspector computes for these layers of a kind."""
+    """Return the numbers that the fake inspector computes for this kind and these layers, stacked into one array."""
     return np.stack([fake_numbers(kind, layer, shape) for layer in numbers])
 
 
@@ -57,7 +57,7 @@ def inspections(server: FakeServer) -> float:
 
 
 async def hold(server: FakeServer) -> "asyncio.Task[list[pb.InspectResponse]]":
-    """Start an inspection of one token that runs until the test calls `inspector.let_go`."""
+    """Start an inspection of one token. The inspection runs until the test calls `inspector.let_go`."""
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
     await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
@@ -191,7 +191,7 @@ async def test_a_bad_request_is_refused_by_field_and_never_runs(start_server: St
 
 @pytest.mark.parametrize("settings", [{"can_inspect": False}, {"inspect": False}])
 async def test_a_model_without_inspection_refuses_first(start_server: StartServer, settings: dict[str, Any]) -> None:
-    """The other checks need the layers of the model, which the server may not know."""
+    """The server refuses first, because all further checks need the layers of the model, which may be unknown."""
     server = await start_server(**settings)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1], spec(ATTENTION, 99)))
@@ -253,7 +253,7 @@ async def test_cancelled_inspections_leave_the_queue_unless_they_run(start_serve
     running.cancel()
     for _ in range(5):
         (await queue_behind(server, 2)).cancel()
-        await until(lambda: inspections(server) == 1)  # only the running inspection, which cannot be interrupted
+        await until(lambda: inspections(server) == 1)  # the running inspection cannot be interrupted
     server.inspector.let_go()
     await server.inspect(request([1, 2, 3]))
     assert server.inspector.lengths == [1, 3]
@@ -340,7 +340,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few such callers could block all inspections, and fill the memory with unread replies."""
+    """A few callers that read nothing could block all inspections, and fill the memory with unread replies."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))
@@ -352,7 +352,7 @@ async def test_a_caller_that_reads_nothing_loses_its_connection(
     options = [
         ("grpc.http2.lookahead_bytes", 5),
         ("grpc.http2.bdp_probe", 0),
-    ]  # gRPC reads nothing, not even the header
+    ]  # with these options, the client's gRPC reads nothing, not even the header
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
         call = open_call(channel, spec(STATES, 0))
         await until(lambda: len(server.inspector.lengths) == 2)
@@ -380,7 +380,7 @@ async def test_a_caller_that_disconnects_during_a_write_is_not_a_server_error(
     for _ in range(3):
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
         assert await open_call(channel, spec(ATTENTION)).read() is not grpc.aio.EOF
-        await asyncio.sleep(0.05)  # by then, the server waits for the caller to read
+        await asyncio.sleep(0.05)  # after this pause, the server waits until the caller reads
         await channel.close()
     await until(lambda: not inspections(server))
     await until(lambda: server.sample("grpc_server_handled_total", **METHOD, grpc_code="Canceled") == 3)

@@ -97,7 +97,7 @@ async def test_streams_of_one_caller_leave_places_for_another(monkeypatch: pytes
     held = Held(places)
     for i in range(20):
         await held.start(f"a{i}", "a")
-    assert list(held.ended) == [f"a{i}" for i in range(14, 20)]  # 14 of 16 places
+    assert list(held.ended) == [f"a{i}" for i in range(14, 20)]  # caller a may hold 14 of 16 places
     await held.start("b", "b")
     assert "b" not in held.ended
     await held.stop()
@@ -180,7 +180,7 @@ async def test_one_slow_request_is_refused_in_each_turn_of_the_event_loop(monkey
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     counting.cancel()
-    assert (ended[0], ended[-1]) == (0, 13)  # 7 of 8 places
+    assert (ended[0], ended[-1]) == (0, 13)  # caller a may hold 7 of 8 places
     assert max(after - before for before, after in pairwise(ended)) == 1
     await held.stop()
 
@@ -215,8 +215,8 @@ async def test_one_body_continues_in_each_turn_of_the_event_loop(monkeypatch: py
     ("parts_s", "rest_s"),
     [
         ([0.002], 0.006),
-        ([0.0005] * 4, 0.006),  # one rest, 0.0015 s, is too short for a sleep
-        ([6.0], 0.05),  # the process was suspended
+        ([0.0005] * 4, 0.006),  # a rest of 0.0015 s is too short for a sleep, so four rests add up
+        ([6.0], 0.05),  # the process was suspended during the part, so the rest is limited
     ],
 )
 async def test_bodies_rest_longer_than_a_part_took(
@@ -260,7 +260,7 @@ async def test_a_new_watch_replaces_an_old_one_of_the_caller(monkeypatch: pytest
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    await start("a0", "a1", "a2", "a3", "a4", "a5", "a6")  # 7 of 8 places
+    await start("a0", "a1", "a2", "a3", "a4", "a5", "a6")  # caller a may hold 7 of 8 watches
     clock.advance(29.0)
     await start("a7", "b0", "b1")
     assert ended == ["a7", "b1"], "a watch younger than 30 s must stay"
@@ -291,7 +291,7 @@ def test_connections_within_the_limit_of_open_files(
     allowed: int,
     raised: int | None,
 ) -> None:
-    """The server raises the limit of open files for 1,000 connections. A low limit allows fewer connections."""
+    """The server raises the limit of open files for 1,000 connections. A low hard limit allows fewer."""
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))

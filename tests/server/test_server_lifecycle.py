@@ -340,7 +340,7 @@ async def test_a_short_request_does_not_wait_for_a_long_request(
     """
     lengths, go_on = tokenized
     slow = asyncio.create_task(server.encode(*[LONG] * 3, options=CUT))
-    await until(lambda: server.queued("text_bytes") == len(LONG))  # a large request waits with one piece
+    await until(lambda: server.queued("text_bytes") == len(LONG))  # only one text of the large request is queued
     paragraph = "hello world " * 50
     quick = asyncio.create_task(server.encode(paragraph, options=CUT))
     await until(lambda: server.queued("text_bytes") > len(LONG))

@@ -48,7 +48,7 @@ def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def test_a_served_bundle_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, the same files may have been copied again."""
+    """A folder may contain the served content again, for example after a second copy of the same files."""
     directory = write_bundle(tmp_path)
     served = load(directory)
     monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -86,9 +86,9 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ],
 )
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
-    """The id belongs to a word or to a special token.
+    """The id beyond the model belongs to a word or to a special token.
 
-    The tokenizer adds the special token to texts, although its vocabulary does not contain the token.
+    The tokenizer adds the special token to texts, although the tokenizer's vocabulary does not contain the token.
     """
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
@@ -108,7 +108,7 @@ def test_only_texts_with_an_added_token_without_a_row_are_refused(tmp_path: Path
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
-    """While the server loads the bundle, it runs the graph with the last id."""
+    """While the server loads the bundle, it runs the graph with the largest id of the vocabulary."""
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):
         load(directory)

@@ -49,7 +49,7 @@ class Repository:
         self._free = False
         self._find_slots = find_slots
         monkeypatch.setattr(manager, "find_slots", self._wait_and_find)
-        # The number of calls of `give_back`. The real function would take long in a process with many tests.
+        # The number of calls of a fake `give_back`. The real function would take long in a process with many tests.
         self.collections = 0
         monkeypatch.setattr("encserve_server.system.memory.give_back", self._count_collection)
 
@@ -137,7 +137,7 @@ Serve = Callable[..., Awaitable[FakeServer]]
 
 @pytest.fixture
 async def serve(repository: Repository, start_server: StartServer) -> AsyncIterator[Serve]:
-    """A function that starts a server on the repository."""
+    """Return a function that starts a server on the repository."""
 
     async def start(**settings: Any) -> FakeServer:
         chosen = {"model_repository": repository.path, "model": (), "model_poll_seconds": 0.01, **settings}
@@ -241,7 +241,7 @@ async def test_a_version_is_replaced_in_place(repository: Repository, serve: Ser
 
 
 async def test_unchanged_content_is_never_loaded_twice(repository: Repository, serve: Serve) -> None:
-    """For example, a volume may change the permissions of all files at each mount by a pod."""
+    """Permissions may change without new content. For example, a volume may change the permissions at each mount."""
     manifest = repository.put("1", "a")
     repository.put("0", BAD)
     server = await serve(latest_versions=2)
@@ -364,7 +364,7 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
 async def test_the_old_name_of_a_renamed_model_is_served_until_the_server_ends(
     repository: Repository, serve: Serve
 ) -> None:
-    """A restart ends the old name. The fake loader reads a name from the folder, so a renamed folder is enough."""
+    """Only a restart ends the old name. The fake loader takes the name from the folder, so a rename is enough."""
     repository.put("1", "a", name="old")
     server = await serve()
     (repository.path / "old").rename(repository.path / "new")
@@ -531,7 +531,7 @@ async def test_a_loaded_model_that_cannot_be_served_is_refused_and_closed(
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """For example: lost+found, a folder with wrong permissions, or a network volume that fails for a moment."""
+    """The folder may be lost+found, have wrong permissions, or be on a network volume that fails for a moment."""
     repository.put("1", "a")
     server = await serve()
     if folder in ("other", "tiny/3"):
@@ -754,7 +754,7 @@ async def test_stuck_engines_are_abandoned_at_the_same_time(
 
 
 async def test_only_one_health_task_runs_after_changes_of_models(repository: Repository, serve: Serve) -> None:
-    """After changes of models, only one health task runs. Otherwise, a second task would report SERVING in a stop."""
+    """After changes of models, only one health task runs. A second task would report SERVING during a stop."""
     repository.put("1", "a")
     await serve()
     repository.put("2", "b")

@@ -67,7 +67,10 @@ def test_later_objects_are_freed() -> None:
 async def test_a_server_without_calls_returns_memory(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC frees the memory of connections, streams and watches some time after their end."""
+    """The server returns freed memory to the system every few seconds, even without calls.
+
+    gRPC frees the memory of connections, streams and watches some time after their end.
+    """
     trims: list[int] = []
     monkeypatch.setattr(app, "_TRIM_SECONDS", 0.01)
     monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
@@ -77,7 +80,7 @@ async def test_a_server_without_calls_returns_memory(
 
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 MIB_64, MIB_128 = 67108864, 134217728
-UNLIMITED = 9223372036854771712  # of cgroup v1
+UNLIMITED = 9223372036854771712  # this number means "no limit" in cgroup v1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,9 @@ UNLIMITED = 9223372036854771712  # of cgroup v1
 def test_the_limits_of_all_cgroups_bound_the_usable_memory(
     tmp_path: Path, own: str | None, limits: dict[str, int | str], wanted: int
 ) -> None:
-    """The limit of a container is in the root of its view. systemd's MemoryMax= is in the cgroup of the service.
+    """The limit of a container is in the top folder that the container sees.
+
+    The limit MemoryMax= of systemd is in the cgroup of the service.
 
     Without a limit, a file has "max" in cgroup v2, and a huge number in v1.
     """

@@ -177,7 +177,7 @@ async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Writing takes about 8 µs per line, and blocks all other Python code."""
+    """Writing the page takes about 8 µs per line, and blocks all other Python code. So the page must have few lines."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([("unary", SERVICE_NAME, name) for name in METHODS.methods_by_name], map(str, range(17)), REASONS)

@@ -102,7 +102,7 @@ def test_a_bundle_that_has_the_name_and_the_version_already(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("key", [("tiny", "2"), ("small", "1"), ("small", "2")])
 def test_a_folder_that_was_copied_by_hand_gets_the_manifest_of_its_place(tmp_path: Path, key: tuple[str, str]) -> None:
-    """Follow the advice in the error of `read_bundle`. Only the manifest changes."""
+    """The test follows the advice in the error of `read_bundle`. Only the manifest changes."""
     source = write_bundle(tmp_path, "tiny", "1")
     copied = tmp_path.joinpath(*key)
     shutil.copytree(source, copied)
@@ -170,7 +170,7 @@ def test_an_altered_bundle_is_refused_and_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_a_file_that_changes_during_the_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is verified too, before it gets its name. The repository has no half of a bundle."""
+    """The copy is verified before it gets its final name, so the repository never has an incomplete bundle."""
     source = write_bundle(tmp_path, "tiny", "1")
 
     def copy_half(source: Path, target: Path) -> None:
