@@ -17,8 +17,8 @@ HEAD = """\
 # Commands
 
 Every command with its options, written from the code by `make docs`. `--help` after a command prints the same. If the
-meaning of an option names an environment variable, this variable also sets the option. The option takes precedence over
-the variable.
+table shows "env var" for an option, you can also set the option with that environment variable. The option takes
+precedence over the variable.
 """
 CONNECTION_NOTE = "The [connection options](#connection-options) apply too.\n"
 SETTINGS_NOTE = "Every flag of [Settings](settings.md) is an option too.\n"

@@ -1,4 +1,7 @@
-"""The exporter downloads a model from the Hugging Face Hub at one commit, and only the files that an export reads."""
+"""The exporter downloads one commit of a model from the Hugging Face Hub.
+
+It downloads only the files that an export reads.
+"""
 
 import errno
 import os
@@ -66,9 +69,9 @@ def test_the_error_names_a_model_that_cannot_be_downloaded(models: Path, tmp_pat
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the download from the hub by a copy of a folder, and return this folder.
+    """Replace the hub's repository owner/tiny by an empty folder, and return the folder.
 
-    The name of the repository is owner/tiny.
+    A download copies files from this folder.
     """
     remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 

@@ -96,7 +96,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     if isinstance(body, dict):
         if path in FIRST and draw(st.integers(0, 9)):
             body[FIRST[path]] = draw(words)
-        if draw(st.integers(0, 19)) == 0:  # a long body, which the server decodes in several turns
+        if draw(st.integers(0, 19)) == 0:  # a body over 64 KiB, which the server may decode in several steps
             body["pad"] = " " * 70_000
             body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):

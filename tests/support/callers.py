@@ -52,7 +52,7 @@ CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncod
 
 
 class Callers:
-    """Runs callers and two endless streams on one client, until the end of the block. By default, 32 callers run.
+    """Runs callers and two endless streams on one client until the `with` block ends. By default, 32 callers run.
 
     When a call ends, the caller immediately starts the next call.
 

@@ -60,7 +60,7 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """Return a graph, an input and the expected output. The graph multiplies uint8 `A` by int8 weights.
+    """Return a graph, an input and the expected output. The graph multiplies its uint8 input by int8 weights.
 
     The input has the shape (8, 64). The int32 output has the shape (8, 16). The sum of two products does not fit into
     16 bits. So the output is wrong if an engine saturates such sums.

@@ -140,7 +140,7 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
 
 
 def _route(router: Any, task: str | None) -> str | None:
-    """Return the Router's route for a task. The keys are tried in the order that sentence-transformers documents."""
+    """Return the Router's route for a task. The keys have the order of the documentation of sentence-transformers."""
     for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
         if key in router.route_mappings:
             return str(router.route_mappings[key])

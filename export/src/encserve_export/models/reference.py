@@ -69,7 +69,7 @@ class Reference:
         width: The size of an input vector; 0 for a model that takes token ids.
         positions: The longest sequence that the model has positions for, in tokens; None without a limit.
         pad_token_id: The token id that pads a batch.
-        unused_parts: The parts of the checkpoint that the hidden states do not depend on, such as heads.
+        unused_parts: The parts of the checkpoint that do not affect the hidden states, such as a pooler.
         shape: The known fields of the architecture, such as n_layers, for the manifest.
         parameters: The number of parameters by part, for the manifest. If this mapping is empty, the manifest has only
             the total number.
@@ -148,7 +148,7 @@ class Reference:
 
     def _run(self, module: nn.Module, inputs: Input, mask: Mask) -> Tensor:
         batch = torch.from_numpy(inputs)
-        if batch.is_floating_point():  # the module may be in float64
+        if batch.is_floating_point():  # in_float64 may have converted the module
             batch = batch.to(next((tensor.dtype for tensor in module.parameters()), batch.dtype))
         try:
             with torch.inference_mode():

@@ -29,7 +29,7 @@ def check_values(name: str, tensor: Tensor) -> None:
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
         )
     # PyTorch cannot test 8-bit numbers for infinity, and a float64 may be too large for float32. So such tensors are
-    # converted to float32 first. The three types below need no conversion, which would take memory for a copy.
+    # converted to float32 first. The three types below need no conversion. A conversion would take memory for a copy.
     numbers = tensor if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor.float()
     not_finite = tensor.numel() - int(torch.isfinite(numbers).sum())
     if not_finite:

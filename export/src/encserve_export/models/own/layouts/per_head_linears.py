@@ -1,4 +1,4 @@
-"""Layout with one `nn.Linear` per head for each of Q, K and V: `layers.0.W_Q.0.weight`.
+"""Layout with one `nn.Linear` per head for each of Q, K and V, such as `layers.0.W_Q.0.weight`.
 
 The feed-forward network `ffn` is an `nn.Sequential`.
 """

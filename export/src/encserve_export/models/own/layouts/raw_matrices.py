@@ -1,4 +1,4 @@
-"""Layout of bare matrices and vectors instead of `nn.Linear` and `nn.LayerNorm`: `layers.0.W_Q`, `layers.0.gamma1`.
+"""Layout of bare matrices and vectors instead of `nn.Linear` and `nn.LayerNorm`, such as `layers.0.W_Q`.
 
 Matrices are stored for the product x @ W. Attention has no biases.
 """

@@ -1,4 +1,4 @@
-"""Layout of PyTorch's own `torch.nn.TransformerEncoder`: `layers.0.self_attn.in_proj_weight`."""
+"""Layout of PyTorch's own `torch.nn.TransformerEncoder`, with names such as `layers.0.self_attn.in_proj_weight`."""
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
 
