@@ -255,8 +255,8 @@ def check_one_server(engine: Engine, services: list[str]) -> None:
         waiting.more(50)
     print(f"    default retries: {default.answered} answered, failed during the restart: {dict(failed)}")
     print(f"    many retries: {waiting.answered} answered, failed: {dict(waiting.failed)}")
-    # During the restart, calls with default retries may fail with ServerUnavailableError, because there is no second
-    # server. Calls with many retries must not fail.
+    # During the restart, calls with default retries may fail with ServerUnavailableError, because only one server
+    # runs. Calls with many retries must not fail.
     expect(set(default.failed) <= {ServerUnavailableError.__name__}, f"calls failed with: {default.failed}")
     expect(default.failed == failed, f"calls failed after the restart: {default.failed}")
     expect(not waiting.failed, f"calls with many retries failed: {waiting.failed}")

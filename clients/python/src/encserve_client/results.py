@@ -147,7 +147,7 @@ class EncodedOutput:
 
         Raises:
             EncserveError: The input failed.
-            IndexError: There is no such input.
+            IndexError: No input has this index.
         """
         return self._block_of(index).split()[0]
 
@@ -156,7 +156,7 @@ class EncodedOutput:
 
         Raises:
             EncserveError: The input failed.
-            IndexError: There is no such input.
+            IndexError: No input has this index.
             ValueError: The output has another kind.
         """
         self._check_sparse()

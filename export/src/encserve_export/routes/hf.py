@@ -192,7 +192,7 @@ class _Build:
     def longest(self, positions: int | None) -> tuple[int, str]:
         """Return the longest sequence to serve for a model with this many positions, and a remark for the user.
 
-        `positions` is None for a model without a limit.
+        A model without a limit has None for `positions`.
         """
         longest, remark = _longest(self.spec, positions, self.max_sequence_tokens)
         if remark:
@@ -423,7 +423,7 @@ def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None
 def _longest(spec: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
     """Return the longest sequence to serve for a model with this many positions, and a remark for the user.
 
-    `positions` is None for a model without a limit.
+    A model without a limit has None for `positions`.
     """
     if positions is not None and asked is not None and asked > positions:
         raise ConfigError(f"max_sequence_tokens must be at most {positions} for this model; was {asked}")

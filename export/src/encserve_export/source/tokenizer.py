@@ -78,7 +78,7 @@ class TokenizerFile:
     def remark(self, vocab_size: int) -> str:
         """Return a remark that lists the added tokens with an id of `vocab_size` or more.
 
-        The remark is empty if there are no such tokens.
+        Without such tokens, the remark is empty.
         """
         tokens = [repr(token) for i, token in sorted(self.added_tokens.items()) if i >= vocab_size]
         if not tokens:
@@ -149,7 +149,7 @@ def import_transformers() -> Any:
 
 
 def tokenizer_source(directory: Path) -> Path | None:
-    """Return the file from which a directory's tokenizer is loaded. Return None if there is no tokenizer."""
+    """Return the file from which a directory's tokenizer is loaded. Without a tokenizer, return None."""
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
 
 

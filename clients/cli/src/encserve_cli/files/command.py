@@ -18,7 +18,7 @@ from encserve_cli.shared import rare_option, with_options
 
 Command = Callable[..., Any]
 STDOUT = Path("-")  # --output - writes to standard output
-# The suffixes of `files.writing`, a module whose import is slow.
+# The suffixes of `files.writing`. Importing that module is slow.
 _SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 # The choices of --dtype, each with its part of the help.
@@ -63,7 +63,7 @@ class Sources:
         """Return all inputs.
 
         Raises:
-            ValueError: An input is not valid, there are no inputs, or there are more than `most` inputs. In the last
+            ValueError: An input is not valid, or the number of inputs is 0 or more than `most`. In the last
                 case the message ends with `advice`.
             OSError: A file cannot be read.
         """
